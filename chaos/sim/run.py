@@ -1,0 +1,168 @@
+"""One run: a world, its workload, its faults; then calm, and everything must end and come home.
+
+Owns: the verdict. ``python -m pdxfer.chaos.sim`` prints it. Must not: know a fault's or a worker's details.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from pdxfer.core.ledger import SlotState
+
+from . import faults, workload
+from .faults import Fault
+from .network import Network
+from .sidecar import Sidecar
+from .worker import VirtualWorker
+from .world import LIMITS, Violation, World
+
+SPAN = 1.5  # seconds over which rooms begin and faults strike
+BOUND = LIMITS.room_timeout + 2 * LIMITS.quarantine_limit + 2 * LIMITS.transfer_deadline + LIMITS.stall_deadline
+NEVER = {"digest_mismatch", "protocol_error", "internal_error", "layout_mismatch", "page_count_mismatch", "peer_refused"}
+
+
+@dataclass
+class Result:
+    seed: int
+    violation: str = ""
+    faults: list[Fault] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    seconds: float = 0.0  # virtual
+    home_after: float = 0.0  # virtual seconds from calm to baseline
+    timeline: list[tuple[float, str, str]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.violation
+
+
+def run(
+    seed: int,
+    *,
+    only: Sequence[int] | None = None,
+    trace: bool = False,
+    audit_every: int = 1,
+    mutant: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Result:
+    """Run one seed. ``only``: the indices of the faults to keep. ``mutant``: a seeded bug, in force during the run."""
+    rng = random.Random(f"{seed} world")
+    drawn = faults.draw(seed, SPAN + 0.5)
+    kept = [f for i, f in enumerate(drawn) if only is None or i in only]
+    result = Result(seed, faults=kept)
+    world = World(seed, trace=trace)
+    with mutant():
+        try:
+            _run(world, rng, kept, audit_every, result)
+        except Violation as violation:
+            result.violation = f"at {world.now:.4f} s: {violation}"
+    result.ends = Counter(world.ends.values())
+    result.steps, result.seconds, result.timeline = world.steps, world.now, world.timeline
+    return result
+
+
+def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, result: Result) -> None:
+    world.network = Network(world)
+    clean = all(f.kind in faults.MILD for f in kept)
+    world.pace = rng.choice((1.0, 1.0, 5.0, 20.0)) if not clean else 1.0
+    names = ("p", "d", "e")[: rng.choice((1, 2, 2, 2, 3))]
+    for name in names:
+        side = Sidecar(world, name, send_slots=rng.choice((2, 3, 5)), recv_slots=rng.choice((2, 4, 6)))
+        side.audit_every = audit_every
+        world.sidecars[name] = side
+    for name in names:
+        for i in range(rng.choice((1, 1, 2))):
+            pages = 400 if clean else 24  # where every room must be done, none may starve for pages
+            VirtualWorker(world, world.sidecars[name], f"{name}-{i}", (pages, pages))
+    workload.draw(world, rng.choice((3, 6, 12, 24)), SPAN, clean=clean)
+    for fault in kept:
+        world.at(fault.at, lambda fault=fault: faults.apply(world, fault))  # type: ignore[misc]
+    world.run(SPAN + 0.5)
+    _calm(world)
+    start = world.now
+    while (left := unsettled(world)) and world.now < start + BOUND:
+        world.run(world.now + 0.25)
+    result.home_after = world.now - start
+    if left:
+        raise Violation(f"{BOUND:g} s after the faults stopped: {left}")
+    world.run(world.now + 1.0)
+    if left := unsettled(world):
+        raise Violation(f"it had come home, and then: {left}")
+    judge(world, kept)
+
+
+def _calm(world: World) -> None:
+    """The faults stop: links heal, hung engines are left to the supervisor, silent workers speak again."""
+    world.note("world", "CALM")
+    world.network.calm()
+    for side in world.sidecars.values():
+        side.registry_fails = ""
+        if side.engine is not None:
+            side.engine.slow, side.engine.error, side.engine.late_write = 1.0, 0.0, 0.0
+    for one in world.workers:
+        one.silent = False
+
+
+def unsettled(world: World) -> str:
+    """What is not at its baseline; empty when everything has ended and come home."""
+    for one in world.workers:
+        if not one.connected:
+            return f"worker {one.engine_id} is not attached"
+        if one.tasks:
+            return f"worker {one.engine_id} waits for {sorted(one.tasks)}"
+        if one.memory.lent:
+            return f"worker {one.engine_id}: {one.memory.lent} pages are not home"
+    for side in world.sidecars.values():
+        if side.core is None or side.engine is None or side.frozen:
+            return f"sidecar {side.name} is not up"
+        st = side.core.state
+        if not st.engine.up:
+            return f"the engine of {side.name} is not up"
+        for what in (st.sends, st.recvs, st.homing, st.jobs, st.parked, side.core.ends.closing):
+            if what:
+                return f"node {side.name} still holds {what}"
+        if any(counts["home"] != sum(counts.values()) for counts in st.pages.counts().values()):
+            return f"node {side.name}: pages {st.pages.counts()}"
+        for slots in (st.engine.send, st.engine.recv):
+            if slots.free != len(slots.all):
+                return f"node {side.name}: slots {[(s.index, str(s.state), s.room) for s in slots.all if s.state is not SlotState.FREE]}"
+        if len(st.workers) != sum(w.side is side for w in world.workers):
+            return f"node {side.name} knows {len(st.workers)} workers"
+    return ""
+
+
+def judge(world: World, kept: list[Fault]) -> None:
+    """After the run: ends that nothing explains."""
+    kinds = {f.kind for f in kept}
+    for key, reason in world.ends.items():
+        if reason in NEVER:
+            raise Violation(f"room {key} ended {reason}, which no fault of this world can cause")
+        if reason == "copy_error" and "job_errors" not in kinds:
+            raise Violation(f"room {key} ended {reason} without an error of the engine")
+        if kinds <= faults.MILD and reason != "done":
+            raise Violation(f"room {key} ended {reason}, and nothing worse than {sorted(kinds)} had happened to it")
+    for room, epoch, sending in world.ends:
+        if sending and (room, epoch, False) in world.ends:
+            ends = world.ends[(room, epoch, True)], world.ends[(room, epoch, False)]
+            if ends[0] == "done" and ends[1] not in ("done", "sidecar_lost", "died"):
+                raise Violation(f"room {room}/{epoch}: the send is done, the receive {ends[1]}")
+
+
+def shrink(seed: int, **how: object) -> list[int]:
+    """The faults of a failing seed that it takes: a minimal list of their indices."""
+    keep = list(range(len(faults.draw(seed, SPAN + 0.5))))
+    for index in list(keep):
+        fewer = [i for i in keep if i != index]
+        if not run(seed, only=fewer, **how).ok:  # type: ignore[arg-type]
+            keep = fewer
+    return keep
+
+
+def collect() -> None:
+    """Between many runs: worlds are full of cycles."""
+    gc.collect()

@@ -1,0 +1,53 @@
+"""Every deadline, window and bound of the core, with its default.
+
+Owns: the numbers. Must not: use them. The configuration file's ``[limits]`` table is this struct; times are seconds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Deadlines are per phase: no state of a room is without one (R5)."""
+
+    open_timeout: float = 60.0  # a send that nobody wants
+    want_timeout: float = 60.0  # a receive whose sender has not opened the room
+    resolve_timeout: float = 5.0  # the registry's answer
+    connect_timeout: float = 5.0  # a session with a peer, from the first Hello
+    engine_timeout: float = 15.0  # an engine that is not ready
+    push_timeout: float = 60.0  # a matched send whose worker pushes nothing more
+    credit_timeout: float = 30.0  # a segment without a slot at the receiver
+    ack_timeout: float = 20.0  # a sent segment, or a finish, without its answer
+    room_timeout: float = 600.0  # any room, whatever it waits for
+    transfer_deadline: float = 10.0  # one posted transfer or copy
+    stall_deadline: float = 10.0  # silence of a peer, of a worker with live rooms, or of the engine
+    cut_grace: float = 2.0  # silence of a peer whose connection closed
+    heartbeat_interval: float = 0.5
+    retry_first: float = 0.1  # repetition of an unanswered message: first, then doubled up to retry_most
+    retry_most: float = 1.0
+    quarantine_limit: float = 30.0  # a slot in quarantine before the engine is killed as a fence
+    tombstone_ttl: float = 600.0  # how long the end of a room is remembered; must outlive any late message
+    max_tombstones: int = 200_000
+    max_rooms: int = 20_000
+    room_window: int = 4  # slots granted to one room at a time
+    park_limit: int = 20_000  # wants for rooms that are not open yet
+    local_chunk: int = 16 << 20  # bytes of one pool-to-pool copy
+    peer_ttl: float = 600.0  # how long a silent peer without rooms or slots is remembered
+
+    def check(self) -> None:
+        """Raise ValueError, naming the key, when a value cannot work."""
+        for key in self.__struct_fields__:
+            value = getattr(self, key)
+            if not value > 0:
+                raise ValueError(f"limits.{key} is {value}, expected a positive number")
+        for low, high in (
+            ("retry_first", "retry_most"),
+            ("heartbeat_interval", "cut_grace"),
+            ("cut_grace", "stall_deadline"),
+            ("retry_most", "stall_deadline"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"limits.{low} is {getattr(self, low)}, expected at most limits.{high} ({getattr(self, high)})"
+                )

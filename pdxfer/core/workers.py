@@ -1,0 +1,233 @@
+"""Attached workers: admission, requests, aborts, silence and death.
+
+Owns: what a worker may ask and what it is told at once. Must not: move segments; `sender`, `receiver` and `local` do.
+
+A request is either taken (Ok) or refused by name, and a refused one has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import events, jobs, messages, worker
+from .ends import Ends
+from .events import DropWorker, ToWorker
+from .reasons import Refused
+from .receiver import Receiver
+from .sender import Sender
+from .state import Parked, Room, State, Worker
+
+
+class Workers:
+    def __init__(self, state: State, ends: Ends, sender: Sender, receiver: Receiver) -> None:
+        self.state = state
+        self.ends = ends
+        self.sender = sender
+        self.receiver = receiver
+
+    def attached(self, event: events.WorkerAttached) -> None:
+        st = self.state
+        frame = event.frame
+        try:
+            if frame.version != worker.WORKER_PROTOCOL:
+                raise Refused("wrong_version", f"worker protocol {frame.version}, expected {worker.WORKER_PROTOCOL}")
+            if not messages.good_name(frame.engine_id):
+                raise Refused("bad_engine_id", f"{frame.engine_id[:40]!r}")
+            if st.draining:
+                raise Refused("draining", "the sidecar is shutting down")
+            other = st.by_engine_id.get(frame.engine_id)
+            if other is not None:
+                raise Refused(
+                    "engine_id_taken",
+                    f"engine id {frame.engine_id!r} is held by process {other.pid}, attached {st.now - other.attached_at:.0f} s ago",
+                )
+            names = [pool.spec.name for pool in frame.pools]
+            if len(set(names)) != len(names) or len(names) > 256:
+                raise Refused("bad_layout", f"pool names {names[:20]}, expected at most 256 different ones")
+            for pool in frame.pools:
+                pool.spec.check()
+                if len(pool.planes) != pool.spec.planes:
+                    raise Refused(
+                        "bad_layout", f"pool {pool.spec.name!r}: {len(pool.planes)} planes are placed, its layout has {pool.spec.planes}"
+                    )
+                if not 0 < pool.num_pages < 2**31:
+                    raise Refused("bad_layout", f"pool {pool.spec.name!r}: num_pages is {pool.num_pages}")
+        except Refused as error:
+            st.emit(ToWorker(event.id, worker.Rejected(frame.req, error.code, error.detail)))
+            st.emit(DropWorker(event.id))
+            st.refuse("worker", frame.engine_id[:40], error.code, error.detail)
+            return
+        owner = Worker(event.id, frame.engine_id, frame.role, frame.pid, st.now)
+        owner.specs = tuple(pool.spec for pool in frame.pools)
+        owner.names = names
+        owner.num_pages = tuple(pool.num_pages for pool in frame.pools)
+        owner.map_job = jobs.MapPools(event.id, frame.pools, frame.fd_bytes)
+        owner.unanswered_attach = frame.req
+        st.workers[event.id] = owner
+        st.by_engine_id[owner.engine_id] = owner
+        st.pages.attach(event.id, owner.num_pages)
+        st.timers.set(("worker", event.id), st.now + st.limits.stall_deadline)
+        if st.engine.up:
+            st.to_engine(owner.map_job)
+        else:
+            self.answer_attach(owner)
+
+    def answer_attach(self, owner: Worker) -> None:
+        """Its pools are mapped, or will be by the next engine: let it begin, unless its last life still lingers.
+
+        A worker that was cut off and comes back brings the same memory: until no job of its old attachment touches that,
+        it must not think that its pages are home.
+        """
+        st = self.state
+        owner.may_begin = True
+        lingers = any(w.gone and w.engine_id == owner.engine_id for w in st.workers.values())
+        if owner.unanswered_attach is not None and not lingers:
+            st.to_worker(
+                owner,
+                worker.Attached(
+                    owner.unanswered_attach, worker.WORKER_PROTOCOL, st.name, st.incarnation, st.limits.stall_deadline
+                ),
+            )
+            owner.unanswered_attach = None
+
+    def said(self, event: events.WorkerSaid) -> None:
+        st = self.state
+        owner = st.workers.get(event.id)
+        if owner is None or owner.gone:
+            return
+        owner.heard = st.now
+        frame = event.frame
+        if isinstance(frame, worker.Ping):
+            return
+        try:
+            after = self._request(owner, frame)
+        except Refused as error:
+            st.to_worker(owner, worker.Rejected(frame.req, error.code, error.detail))
+            st.refuse("worker", owner.engine_id, error.code, error.detail)
+            return
+        st.to_worker(owner, worker.Ok(frame.req))
+        after()
+
+    def _request(self, owner: Worker, frame: worker.WorkerRequest) -> Callable[[], None]:
+        """Take a request, or raise Refused having changed nothing. Returns what follows the worker's Ok."""
+        st = self.state
+        if not messages.good_name(frame.room) or not 0 <= frame.epoch < 2**31:
+            raise Refused("bad_room_id", f"room {frame.room[:40]!r}, epoch {frame.epoch}")
+        key = (frame.room, frame.epoch)
+        if isinstance(frame, worker.Open):
+            early = self._admit(frame, sending=True)
+            opened = self.sender.open(owner, frame)
+            return early(opened) if early is not None else lambda: self.sender.opened(opened)
+        if isinstance(frame, worker.Receive):
+            early = self._admit(frame, sending=False)
+            received = self.receiver.receive(owner, frame)
+            return early(received) if early is not None else lambda: self.receiver.received(received)
+        if isinstance(frame, worker.Abort):
+            return self._abort(owner, key, frame.detail[:500])
+        room = st.sends.get(key)
+        if room is None:
+            tomb = st.tombstones.get((*key, True))
+            found = f"it has ended: {tomb.reason}" if tomb is not None and not tomb.early else "it was never opened"
+            raise Refused("unknown_room", f"no send of room {frame.room}/{frame.epoch} is open: {found}")
+        if room.worker is not owner:
+            raise Refused("not_your_room", f"send of room {room} belongs to worker {room.worker.engine_id!r}")
+        if isinstance(frame, worker.Push):
+            self.sender.push(room, frame)
+            return lambda: self.sender.pushed(room)
+        self.sender.finish(room, frame.aux)
+        return lambda: self.sender.finished(room)
+
+    def _admit(self, frame: worker.Open | worker.Receive, *, sending: bool) -> Callable[[Room], Callable[[], None]] | None:
+        """May a room begin? Raises Refused. An early abort lets it begin, and ends it at once."""
+        st = self.state
+        if st.draining:
+            raise Refused("draining", "the sidecar is shutting down")
+        if len(st.sends) + len(st.recvs) + len(st.homing) >= st.limits.max_rooms:
+            raise Refused("too_many_rooms", f"{st.limits.max_rooms} rooms are live")
+        tomb = st.tombstones.get((frame.room, frame.epoch, sending))
+        if tomb is None:
+            return None
+        if not tomb.early:
+            raise Refused("room_reused", f"room {frame.room}/{frame.epoch} has ended here: {tomb.reason}")
+        reason, detail = tomb.reason, tomb.detail
+        return lambda room: lambda: self.ends.end(room, reason, detail)
+
+    def _abort(self, owner: Worker, key: tuple[str, int], detail: str) -> Callable[[], None]:
+        """Ends this worker's sides. Of a room that is over, nothing; of one that is not here yet, its arrival."""
+        st = self.state
+        rooms: list[Room] = [r for r in (st.sends.get(key), st.recvs.get(key)) if r is not None]
+        mine = [r for r in rooms if r.worker is owner]
+        if rooms and not mine:
+            raise Refused("not_your_room", f"room {key[0]}/{key[1]} belongs to worker {rooms[0].worker.engine_id!r}")
+        if not rooms:
+            known = [side for side in (True, False) if (*key, side) in st.tombstones]
+            if known:
+                return lambda: None  # it has ended, or its arrival is doomed already: the abort is repeated
+            self.ends.bury((*key, True), "aborted_early", detail, early=True)
+            self.ends.bury((*key, False), "aborted_early", detail, early=True)
+            parked = st.parked.get(key)
+            if parked is not None:
+                self.abort_parked(key, parked, detail)
+            raise Refused(
+                "unknown_room",
+                f"room {key[0]}/{key[1]} is not here; if it comes within {st.limits.tombstone_ttl:g} s it ends as aborted_early",
+            )
+
+        def end() -> None:
+            for room in mine:
+                if room.live:
+                    self.ends.end(room, "aborted", detail or f"asked by worker {owner.engine_id!r}")
+
+        return end
+
+    def abort_parked(self, key: tuple[str, int], parked: Parked, detail: str) -> None:
+        st = self.state
+        del st.parked[key]
+        st.timers.clear(("parked", key))
+        self.ends.tell(parked.peer, (*key, True), "aborted", detail)
+
+    def lost(self, event: events.WorkerGone) -> None:
+        st = self.state
+        owner = st.workers.get(event.id)
+        if owner is None or owner.gone:
+            return
+        owner.gone = True
+        if st.by_engine_id.get(owner.engine_id) is owner:
+            del st.by_engine_id[owner.engine_id]
+        st.timers.clear(("worker", owner.id))
+        for key in list(owner.rooms):
+            room = (st.sends if key[2] else st.recvs).get((key[0], key[1]))
+            if room is not None and room.worker is owner and room.live:
+                self.ends.end(room, "worker_lost", f"worker {owner.engine_id!r} (process {owner.pid}): {event.detail}")
+        self._release(owner)
+
+    def _release(self, owner: Worker) -> None:
+        """Once no job touches its pages, a gone worker's pools are unmapped and leave the books."""
+        st = self.state
+        if owner.gone and not owner.rooms and owner.id in st.workers:
+            st.pages.detach(owner.id)
+            del st.workers[owner.id]
+            if st.engine.up:
+                st.to_engine(jobs.UnmapPools(owner.id))
+            else:
+                st.emit(DropWorker(owner.id))
+            heir = st.by_engine_id.get(owner.engine_id)
+            if heir is not None and heir.may_begin:
+                self.answer_attach(heir)
+
+    def silent(self, id: int) -> None:
+        """No sign of life of a worker with live rooms: it is hung, and its rooms end."""
+        st = self.state
+        owner = st.workers[id]
+        when = owner.heard + st.limits.stall_deadline
+        if when <= st.now:
+            when = st.now + 1.0
+            for key in list(owner.rooms):
+                room = (st.sends if key[2] else st.recvs).get((key[0], key[1]))
+                if room is not None and room.worker is owner and st.now - max(owner.heard, room.opened) >= st.limits.stall_deadline:
+                    self.ends.end(room, "worker_stalled", f"worker {owner.engine_id!r} (process {owner.pid}) silent for {st.now - owner.heard:.0f} s")
+        st.timers.set(("worker", id), when)
+
+    def release_gone(self) -> None:
+        for owner in [w for w in self.state.workers.values() if w.gone]:
+            self._release(owner)

@@ -1,0 +1,317 @@
+"""The daemon: wires the parts of one sidecar, runs them, and ends them in order.
+
+Owns: start, signals, readiness, status, drain and exit codes. Must not: hold state of rooms (the core does), interpret
+actions (``driver`` does), or decide on restarts (``supervisor`` does).
+
+Order of the start: runtime directory, death of every engine of an earlier parent, then the sockets. A peer that hears a new
+incarnation may rely on it that nothing of the old one writes any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import __version__, config, logs
+from .admin import AdminService
+from .cli import BUSY, INTERNAL, OK, UNAVAILABLE, USAGE
+from .config import Effective
+from .core import events, jobs, messages, worker
+from .core.node import Node
+from .driver import Driver
+from .metrics import Metrics
+from .operations import Operations
+from .runtime import Notifier, RuntimeDir, RuntimeDirBusy, RuntimeDirError
+from .services import BootstrapService, EngineService
+from .supervisor import RestartPolicy, Supervisor
+from .workers import SocketInUse, WorkerService
+
+log = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The daemon cannot start: a message for people and an exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run(effective: Effective, reload: Callable[[], Effective]) -> int:
+    """Run until a signal or a failure; returns the exit code."""
+    settings = effective.config
+    logs.set_up(settings.node.name, settings.log.level, settings.log.json)
+    try:
+        check_dependencies()
+        return asyncio.run(Daemon(effective, reload).run())
+    except (RuntimeDirBusy, RuntimeDirError, StartError) as error:
+        code = (
+            error.exit_code if isinstance(error, StartError) else BUSY if isinstance(error, RuntimeDirBusy) else USAGE
+        )
+        log.critical("cannot start: %s", error)
+        return code
+    except Exception:
+        log.exception("a defect ended the daemon; report it with this traceback")
+        return INTERNAL
+
+
+def check_dependencies() -> None:
+    """Find what the children and threads will import, without importing it (R1: the parent loads no native transfer code)."""
+    for module, package, why in (
+        ("zmq", "pyzmq", "the bootstrap socket between nodes"),
+        ("nixl", "pdxfer[engine]", "the transfer engine"),
+    ):
+        if importlib.util.find_spec(module) is None:
+            raise StartError(
+                f"the Python module {module!r} is not installed; it is needed for {why}: pip install '{package}'",
+                UNAVAILABLE,
+            )
+
+
+class Daemon:
+    """One sidecar."""
+
+    def __init__(self, effective: Effective, reload: Callable[[], Effective]) -> None:
+        self._effective = effective
+        self._read_again = reload
+        self._settings = effective.config
+        self._runtime = RuntimeDir(self._settings.node.runtime_dir)
+        self._notify = Notifier()
+        self._watchdog_said = 0.0
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._workers_up = False
+        self._exit_code = OK
+        self._failure = ""  # why the daemon gives up, when it does
+
+    async def run(self) -> int:
+        """Everything from the lock to the last goodbye; returns the exit code."""
+        settings = self._settings
+        self._runtime.acquire(settings.node.name)
+        try:
+            await self._runtime.own_engines(patience=15.0, kill_after=2.0)
+            self._wire()
+            try:
+                await self._start()
+                await self._stop.wait()
+                self._notify.say("STOPPING=1")
+                if not self._failure:
+                    await self._drain()
+            finally:
+                await self._close()
+        finally:
+            self._runtime.release()
+        if self._failure:
+            log.critical("exit code %d: %s", self._exit_code, self._failure)
+        else:
+            log.info("stopped")
+        return self._exit_code
+
+    # start ---------------------------------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        """Make the parts; nothing runs yet."""
+        settings = self._settings
+        name = settings.node.name
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._loop_error)
+        incarnation = self._runtime.next_incarnation()
+        self.metrics = Metrics(name, incarnation, __version__, ("main", "engine", "bootstrap", "admin"))
+        self.workers = WorkerService(
+            settings.worker.socket,
+            lambda event: self.driver.deliver(event),
+            refused=lambda code, detail: self.driver.refused("worker", "worker socket", code, detail),
+            attach_timeout=settings.worker.attach_timeout,
+            max_connections=settings.worker.max_connections,
+            max_buffer=settings.worker.max_buffer,
+        )
+        self.engine = EngineService(
+            settings.engine, name, incarnation, self._runtime, self._engine_said, self._engine_gone
+        )
+        self.bootstrap = BootstrapService()
+        self.node = Node(name, incarnation, self.bootstrap.address, __version__, settings.limits)
+        errors = RestartPolicy("core", settings.supervisor, "core_error_budget")
+        self.driver = Driver(self.node, self, self.metrics, errors, self._give_up)
+        self.operations = Operations(self.driver, self.metrics, self.engine, self.bootstrap, hooks=settings.debug.hooks)
+        self.admin = AdminService(settings.admin, self.operations, loop, lambda why: self.supervisor.died("admin", why))
+        services = (self.engine, self.bootstrap, self.admin)
+        self.supervisor = Supervisor(
+            services,
+            settings.supervisor,
+            settings.limits.stall_deadline,
+            give_up=self._give_up,
+            restarted=lambda service, why: self.metrics.restarts.labels(service).inc(),
+            looked=self._looked,
+        )
+        self.operations.services = {s.name: (s, self.supervisor.guards[s.name]) for s in services}
+
+    async def _start(self) -> None:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._terminate, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        self._bind("admin", f"{settings.admin.host}:{settings.admin.port}", self.admin.start)
+        self._runtime.publish_admin(*self.admin.address)
+        self._bind("bootstrap", settings.bootstrap.listen, self.bootstrap.start)
+        try:
+            await self.workers.start()
+        except (SocketInUse, OSError) as error:
+            raise StartError(f"worker.socket: {error}", BUSY) from None
+        self._workers_up = True
+        await self.engine.restart()
+        self.supervisor.start()
+        log.info(
+            "node %s, incarnation %x: workers at %s, peers at %s, admin at http://%s:%d", settings.node.name, self.node.state.incarnation,
+            settings.worker.socket, self.node.state.address, *self.admin.address,
+        )  # fmt: skip
+
+    @staticmethod
+    def _bind(part: str, where: str, start: Callable[[], None]) -> None:
+        try:
+            start()
+        except OSError as error:
+            raise StartError(
+                f"{part} cannot listen on {where}: {error.strerror or error}; choose another port", BUSY
+            ) from None
+
+    # the end -------------------------------------------------------------------------------------------------------
+
+    def _terminate(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stop.is_set():
+            log.warning("%s again: rooms are ended now", name)
+            self._hurry.set()
+        else:
+            log.info(
+                "%s: draining for up to %g s; again to stop at once", name, self._settings.supervisor.drain_timeout
+            )
+            self.operations.draining = True
+            self._stop.set()
+
+    def _give_up(self, why: str, exit_code: int = INTERNAL) -> None:
+        if not self._failure:
+            self._failure, self._exit_code = why, exit_code
+        self.operations.draining = True
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """Take no new rooms, and let the others come to their own end."""
+        self.driver.deliver(events.Drain())
+        if not await self._until(self._no_rooms, self._settings.supervisor.drain_timeout):
+            st = self.node.state
+            log.warning("%d rooms are left and are ended as shutdown", len(st.sends) + len(st.recvs))
+
+    def _no_rooms(self) -> bool:
+        st = self.node.state
+        return not (st.sends or st.recvs or st.homing)
+
+    async def _until(self, reached: Callable[[], bool], timeout: float) -> bool:
+        """Wait for it, for so long, or until a second signal or a failure."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        while not reached():
+            if loop.time() >= end or self._hurry.is_set() or self._failure:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def _close(self) -> None:
+        """End every room by name, tell workers and peers, close the engine, then the sockets."""
+        await self.supervisor.stop()
+        self.driver.deliver(events.Shutdown())
+        await self._until(self._no_rooms, 1.0)  # copies under way; what is left ends with the engine
+        await self.engine.close(0.0 if self._hurry.is_set() else self._settings.supervisor.close_timeout)
+        await self.bootstrap.stop()
+        if self._workers_up:
+            await self.workers.close()
+        await self.admin.stop()
+        self.driver.close()
+
+    # the engine ----------------------------------------------------------------------------------------------------
+
+    def _engine_said(self, report: jobs.EngineReport) -> None:
+        if isinstance(report, jobs.Counters):
+            self.metrics.engine.update(report.values)
+        self.driver.deliver(events.EngineSaid(report))
+        if isinstance(report, jobs.Ready):
+            self._notify.say("READY=1", f"STATUS=engine {report.info.agent}")
+
+    def _engine_gone(self, detail: str) -> None:
+        log.log(logging.INFO if self._stop.is_set() else logging.ERROR, "the engine is gone: %s", detail)
+        self.metrics.engine.engine_gone()
+        self.driver.deliver(events.EngineGone(detail))
+        if self.engine.hopeless:
+            self._give_up(detail, UNAVAILABLE)
+        else:
+            self.supervisor.died("engine", detail)
+
+    # sinks of the driver -------------------------------------------------------------------------------------------
+
+    def to_worker(self, id: int, frame: worker.SidecarFrame) -> None:
+        self.workers.send(id, frame)
+
+    def drop_worker(self, id: int) -> None:
+        self.workers.drop(id)
+
+    def fds(self, id: int) -> tuple[int, ...]:
+        return self.workers.fds(id)
+
+    def forget_worker(self, id: int) -> None:
+        self.workers.forget(id)
+
+    def to_peer(self, envelope: messages.Envelope) -> None:
+        self.bootstrap.send(envelope)
+
+    def forget_peer(self, node: str) -> None:
+        self.bootstrap.forget(node)
+
+    def to_engine(self, job: jobs.EngineJob, fds: tuple[int, ...]) -> None:
+        self.engine.send(job, fds)
+
+    def kill_engine(self, why: str) -> None:
+        self.engine.kill(why)
+
+    def resolve(self, engine_id: str) -> None:
+        self.bootstrap.resolve(engine_id)
+
+    def _looked(self) -> None:
+        """Each look of the supervisor: the main loop turns."""
+        self.operations.beat()
+        every, now = self._notify.watchdog_interval, time.monotonic()
+        if every is not None and now - self._watchdog_said >= every:
+            self._watchdog_said = now
+            self._notify.say("WATCHDOG=1")
+
+    # SIGHUP --------------------------------------------------------------------------------------------------------
+
+    def _reload(self) -> None:
+        """Take over what can change in a running sidecar; say what changed, and what needs a restart."""
+        try:
+            new = self._read_again()
+        except config.ConfigError as error:
+            log.error("SIGHUP: the configuration is wrong and nothing changes: %s", "; ".join(error.problems))
+            return
+        changed = config.differences(self._effective.config, new.config)
+        live = [
+            path for path in changed if path == "log.level" or path.startswith(("limits.", *self.bootstrap.RELOADABLE))
+        ]
+        self._settings = config.merged(self._settings, new.config, live)
+        self._effective = new._replace(config=self._settings)
+        logs.set_level(self._settings.log.level)
+        self.node.state.limits = self._settings.limits
+        self.supervisor.set_stall_deadline(self._settings.limits.stall_deadline)
+        self.bootstrap.reload(self._settings)
+        log.info("SIGHUP: changed: %s; needs a restart: %s", ", ".join(live) or "nothing",
+                 ", ".join(path for path in changed if path not in live) or "nothing")  # fmt: skip
+
+    def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback or task of the main loop that nobody awaited: a defect, counted like the core's."""
+        error = context.get("exception")
+        log.error("a defect in the main loop: %s", context.get("message"), exc_info=error)
+        self.metrics.core_errors.inc()
