@@ -224,7 +224,11 @@ def main() -> None:
         for threads in options.copy_threads:
             for window in options.window:
                 settings = EngineSettings(
-                    tls=options.tls, slot_bytes=slot << 10, copy_threads=threads, send_slots=max(16, window), recv_slots=32
+                    tls=options.tls,
+                    slot_bytes=slot << 10,
+                    copy_threads=threads,
+                    send_slots=max(16, window),
+                    recv_slots=32,
                 )
                 staged = Staged(settings, size, options.page, window)
                 times = asyncio.run(staged.run(options.repeat))

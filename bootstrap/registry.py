@@ -83,6 +83,11 @@ class Registry:
         self._announced = float("-inf")
         self._last: tuple[str, ...] | None = None
 
+    def reload(self, settings: RegistrySettings) -> None:
+        """Take over the static entries; leases and what was asked stay."""
+        self._settings = settings
+        self._static = {engine: entry for entry in settings.nodes for engine in entry.engines}
+
     @property
     def serves(self) -> bool:
         """Does this node keep the registry?"""

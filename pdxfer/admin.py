@@ -68,7 +68,7 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InjectRequest(msgspec.Struct, forbid_unknown_fields=True):
-    inject: Literal["exception", "loop"]
+    inject: Literal["exception", "loop", "hang"]
 
 
 class Unavailable(Exception):

@@ -168,7 +168,9 @@ def render(effective: Effective) -> str:
 
 def differences(old: Config, new: Config) -> list[str]:
     """The keys whose values differ."""
-    return [k.path for k in every_key() if getattr(getattr(old, k.table), k.name) != getattr(getattr(new, k.table), k.name)]
+    return [
+        k.path for k in every_key() if getattr(getattr(old, k.table), k.name) != getattr(getattr(new, k.table), k.name)
+    ]
 
 
 def merged(old: Config, new: Config, paths: list[str]) -> Config:
@@ -276,7 +278,11 @@ def _derive(config: Config, origins: dict[str, str], environ: Mapping[str, str])
     if not worker.socket:
         worker = msgspec.structs.replace(worker, socket=os.path.join(node.runtime_dir, "worker.sock"))
         derived("worker.socket")
-    return msgspec.structs.replace(config, node=node, worker=worker)
+    bootstrap = config.bootstrap
+    if not bootstrap.key_file:
+        bootstrap = msgspec.structs.replace(bootstrap, key_file=os.path.join(node.runtime_dir, "bootstrap.key"))
+        derived("bootstrap.key_file")
+    return msgspec.structs.replace(config, node=node, worker=worker, bootstrap=bootstrap)
 
 
 def _runtime_dir(environ: Mapping[str, str]) -> str:

@@ -10,7 +10,6 @@ incarnation may rely on it that nothing of the old one writes any more.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import signal
 import time
@@ -19,15 +18,17 @@ from typing import Any
 
 from . import __version__, config, logs
 from .admin import AdminService
+from .bootstrap.keys import BadKeyFile
 from .cli import BUSY, INTERNAL, OK, UNAVAILABLE, USAGE
 from .config import Effective
 from .core import events, jobs, messages, worker
 from .core.node import Node
 from .driver import Driver
+from .engineservice import EngineService
 from .metrics import Metrics
 from .operations import Operations
+from .peerlink import RELOADABLE, BootstrapService
 from .runtime import Notifier, RuntimeDir, RuntimeDirBusy, RuntimeDirError
-from .services import BootstrapService, EngineService
 from .supervisor import RestartPolicy, Supervisor
 from .workers import SocketInUse, WorkerService
 
@@ -47,7 +48,6 @@ def run(effective: Effective, reload: Callable[[], Effective]) -> int:
     settings = effective.config
     logs.set_up(settings.node.name, settings.log.level, settings.log.json)
     try:
-        check_dependencies()
         return asyncio.run(Daemon(effective, reload).run())
     except (RuntimeDirBusy, RuntimeDirError, StartError) as error:
         code = (
@@ -60,21 +60,12 @@ def run(effective: Effective, reload: Callable[[], Effective]) -> int:
         return INTERNAL
 
 
-def check_dependencies() -> None:
-    """Find what the children and threads will import, without importing it (R1: the parent loads no native transfer code)."""
-    for module, package, why in (
-        ("zmq", "pyzmq", "the bootstrap socket between nodes"),
-        ("nixl", "pdxfer[engine]", "the transfer engine"),
-    ):
-        if importlib.util.find_spec(module) is None:
-            raise StartError(
-                f"the Python module {module!r} is not installed; it is needed for {why}: pip install '{package}'",
-                UNAVAILABLE,
-            )
-
-
 class Daemon:
     """One sidecar."""
+
+    node: Node
+    driver: Driver
+    supervisor: Supervisor
 
     def __init__(self, effective: Effective, reload: Callable[[], Effective]) -> None:
         self._effective = effective
@@ -124,7 +115,7 @@ class Daemon:
         self.metrics = Metrics(name, incarnation, __version__, ("main", "engine", "bootstrap", "admin"))
         self.workers = WorkerService(
             settings.worker.socket,
-            lambda event: self.driver.deliver(event),
+            self._worker_event,
             refused=lambda code, detail: self.driver.refused("worker", "worker socket", code, detail),
             attach_timeout=settings.worker.attach_timeout,
             max_connections=settings.worker.max_connections,
@@ -133,7 +124,20 @@ class Daemon:
         self.engine = EngineService(
             settings.engine, name, incarnation, self._runtime, self._engine_said, self._engine_gone
         )
-        self.bootstrap = BootstrapService()
+        try:
+            self.bootstrap = BootstrapService(
+                settings,
+                incarnation,
+                make_keys=self._effective.origins["bootstrap.key_file"] == "derived",
+                deliver=lambda batch: self.driver.deliver_all(batch),
+                refused=lambda origin, who, code, detail: self.driver.refused(origin, who, code, detail),
+                died=lambda why: self.supervisor.died("bootstrap", why),
+                attached=lambda: list(self.node.state.by_engine_id),
+            )
+        except BadKeyFile as error:
+            raise StartError(f"bootstrap.key_file: {error}", USAGE) from None
+        # Its address, with a port of its own choice perhaps, is what the node tells its peers.
+        self._bind("bootstrap", settings.bootstrap.listen, self.bootstrap.start)
         self.node = Node(name, incarnation, self.bootstrap.address, __version__, settings.limits)
         errors = RestartPolicy("core", settings.supervisor, "core_error_budget")
         self.driver = Driver(self.node, self, self.metrics, errors, self._give_up)
@@ -158,7 +162,6 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._bind("admin", f"{settings.admin.host}:{settings.admin.port}", self.admin.start)
         self._runtime.publish_admin(*self.admin.address)
-        self._bind("bootstrap", settings.bootstrap.listen, self.bootstrap.start)
         try:
             await self.workers.start()
         except (SocketInUse, OSError) as error:
@@ -233,7 +236,12 @@ class Daemon:
         await self.admin.stop()
         self.driver.close()
 
-    # the engine ----------------------------------------------------------------------------------------------------
+    # the parts' events ---------------------------------------------------------------------------------------------
+
+    def _worker_event(self, event: events.Event) -> None:
+        self.driver.deliver(event)
+        if not isinstance(event, events.WorkerSaid):
+            self.bootstrap.attached_changed()
 
     def _engine_said(self, report: jobs.EngineReport) -> None:
         if isinstance(report, jobs.Counters):
@@ -298,9 +306,7 @@ class Daemon:
             log.error("SIGHUP: the configuration is wrong and nothing changes: %s", "; ".join(error.problems))
             return
         changed = config.differences(self._effective.config, new.config)
-        live = [
-            path for path in changed if path == "log.level" or path.startswith(("limits.", *self.bootstrap.RELOADABLE))
-        ]
+        live = [path for path in changed if path == "log.level" or path.startswith(("limits.", *RELOADABLE))]
         self._settings = config.merged(self._settings, new.config, live)
         self._effective = new._replace(config=self._settings)
         logs.set_level(self._settings.log.level)

@@ -110,6 +110,10 @@ class Metrics:
 
         self.room_ends = counter("room_ends", "Rooms that ended, by reason.", "side", "reason")
         self.refused = counter("frames_refused", "Frames and messages that were refused.", "origin", "reason")
+        self.dropped = counter(
+            "frames_dropped", "Frames that a peer was too slow or too dead for; they are said again."
+        )
+        self._dropped_before = 0
         self.restarts = counter("restarts", "Services that were restarted.", "service")
         self.payload = counter("payload_bytes", "Payload bytes of rooms that ended.", "side")
         self.core_errors = counter("core_errors", "Events that the core raised on: defects.")
@@ -197,5 +201,7 @@ class Metrics:
         self.parked.set(status["parked_wants"])
         self.tombstones.set(status["tombstones"])
         self.jobs.set(status["jobs"])
+        self.dropped.inc(max(status["frames_dropped"] - self._dropped_before, 0))
+        self._dropped_before = status["frames_dropped"]
         self.is_ready.set(status["ready"])
         self.is_draining.set(status["draining"])

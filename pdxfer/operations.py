@@ -14,8 +14,9 @@ from typing import Any
 from .core import events
 from .core.ledger import SlotState
 from .driver import Driver
+from .engineservice import EngineService
 from .metrics import Metrics
-from .services import BootstrapService, EngineService
+from .peerlink import BootstrapService
 from .supervisor import Guard, Phase, Service
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Operations:
             if phase is not Phase.SERVING:
                 cause = self.services[service.name][1].cause
                 reasons.append(f"{service.name}: {phase.value}{f', after: {cause}' if cause else ''}")
-        problem = self._bootstrap.registry_problem()
+        problem = self._bootstrap.problem()
         if problem:
             reasons.append(f"registry: {problem}")
         return reasons
@@ -97,6 +98,7 @@ class Operations:
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - self._began,
             "services": services,
+            "frames_dropped": self._bootstrap.dropped,
             "oldest_quarantined_seconds": max(quarantined, default=0.0),
         }
 

@@ -43,14 +43,18 @@ class Service(Protocol):
         ...
 
     async def restart(self) -> None:
-        """Start it again. An exception counts as one more death."""
+        """Start it again. An exception counts as one more death; GiveUp ends the daemon."""
         ...
 
 
 # policy (pure) -----------------------------------------------------------------------------------------------------
 
 
-class OverBudget(Exception):
+class GiveUp(Exception):
+    """Nothing but a new process helps: the daemon ends, and systemd or Kubernetes starts it again."""
+
+
+class OverBudget(GiveUp):
     """A service failed more often than its budget allows."""
 
 
@@ -210,7 +214,7 @@ class Supervisor:
             for service in self._services:
                 try:
                     await self._look(service, loop.time())
-                except OverBudget as error:
+                except GiveUp as error:
                     log.critical("giving up: %s", error)
                     self._give_up(str(error))
                     return
@@ -236,6 +240,8 @@ class Supervisor:
             self._restarted(service.name, guard.cause)
             try:
                 await service.restart()
+            except GiveUp:
+                raise
             except Exception as error:
                 log.exception("%s: the restart failed", service.name)
                 guard.why = f"its restart failed: {type(error).__name__}: {error}"

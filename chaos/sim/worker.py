@@ -235,6 +235,15 @@ class VirtualWorker:
             if task is not None:
                 task.aborted = True
         self.say(worker.Abort(self._ask("abort", None), room, epoch, "gone"))
+        life = self.life
+
+        def check() -> None:
+            for sending in (True, False):
+                task = self.tasks.get((room, epoch, sending))
+                if life == self.life and task is not None and task.aborted and task.taken and not self.silent:
+                    raise Violation(f"{self.engine_id}: room {room}/{epoch} was aborted {self.world.abort_bound:g} s ago and has not ended")
+
+        self.world.after(self.world.abort_bound, check)
 
     # what the sidecar says -----------------------------------------------------------------------------------------
 
@@ -317,6 +326,7 @@ class VirtualWorker:
             raise Violation(f"{self.engine_id}: room {key} ended twice: {self.world.ends.get(key)}, {reason}")
         task.ended = reason
         self.world.ends[key] = reason
+        self.world.end_times[key] = self.world.now
 
     def _push_home(self, task: Task, req: int) -> None:
         for pool, pages in task.lent.pop(req):

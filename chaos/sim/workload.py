@@ -44,6 +44,8 @@ def room(world: World, name: str, epoch: int, source: VirtualWorker, target: Vir
     lag = rng.choice((0.0, 0.01, 0.2)) * rng.random()
     first, second = (when, when + lag) if rng.random() < 0.5 else (when + lag, when)
     fate = 1.0 if clean else rng.random()
+    if fate >= 0.35:
+        world.clean.add((name, epoch))
     if fate < 0.03:
         send.finishes = False
     if not 0.03 <= fate < 0.06:

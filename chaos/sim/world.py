@@ -55,6 +55,9 @@ class World:
         self.network: Network
         self.contents: dict[tuple[str, int], list[list[list[int]]]] = {}  # room -> pool, plane, logical page -> token
         self.ends: dict[tuple[str, int, bool], str] = {}  # (room, epoch, sending) -> reason, as workers heard it
+        self.end_times: dict[tuple[str, int, bool], float] = {}
+        self.clean: set[tuple[str, int]] = set()  # rooms that their workers neither abort nor forget
+        self.abort_bound = 0.0  # seconds from the Ok of an abort to the room's end on that side
         self.closed: dict[tuple[str, str, int, bool], str] = {}  # the same with the node, as RoomClosed said it
         self._token = 0
 

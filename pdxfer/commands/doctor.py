@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -41,15 +42,17 @@ def doctor(as_json: bool, admin: str | None, config_file: str | None) -> None:
     """Check dependencies, keys, limits, ports and the running sidecar. Exits with 1 if anything fails."""
     findings: list[Finding] = []
     try:
-        config = configuration.load(config_file).config
+        effective = configuration.load(config_file)
+        config = effective.config
+        made = effective.origins["bootstrap.key_file"] == "derived"
         findings.append(Finding("configuration", "ok", "valid"))
     except configuration.ConfigError as error:
-        config = None
+        config, made = None, False
         findings += [Finding("configuration", "fail", problem, "correct the key") for problem in error.problems]
     checks: list[Callable[[], Iterator[Finding]]] = [_python, _zmq, _nixl, _open_files, _locked_memory]
     if config is not None:
         settings = config
-        checks += [lambda: _shared_memory(settings), lambda: _runtime_dir(settings), lambda: _keys(settings)]
+        checks += [lambda: _shared_memory(settings), lambda: _runtime_dir(settings), lambda: _keys(settings, made)]
         running = _running(admin, config_file)
         findings.append(running)
         if running.level == "warn":  # none runs: it could be started
@@ -180,6 +183,33 @@ def _runtime_dir(config: Config) -> Iterator[Finding]:
         )
     else:
         yield Finding("runtime dir", "ok", path)
+
+
+def _keys(config: Config, made: bool) -> Iterator[Finding]:
+    """The node's own key. ``made``: the sidecar makes the file at its first start."""
+    from ..bootstrap import keys
+
+    path = Path(config.bootstrap.key_file)
+    if made and not path.exists():
+        yield Finding("key", "ok", f"{path} is made at the first start")
+        return
+    try:
+        public = keys.load(path).public
+    except keys.BadKeyFile as error:
+        yield Finding("key", "fail", str(error), "pdxfer keygen makes one")
+        return
+    yield Finding("key", "ok", f"{path}, public key {public}")
+    for entry in config.registry.nodes:
+        if entry.node == config.node.name and entry.public_key != public:
+            yield Finding(
+                "key", "fail", f"registry.nodes says that {entry.node}'s public key is {entry.public_key}",
+                "its peers will refuse it: correct the entry or bootstrap.key_file",
+            )  # fmt: skip
+
+
+def _bootstrap_port(config: Config) -> Iterator[tuple[str, str, int]]:
+    host, _, port = config.bootstrap.listen.removeprefix("tcp://").rpartition(":")
+    yield "bootstrap.listen", "0.0.0.0" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port)
 
 
 def _ports(config: Config) -> Iterator[Finding]:

@@ -5,13 +5,14 @@ Owns: the flags, which come from the configuration's structs. Must not: wire any
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any
 
 import click
 
 from .. import config as configuration
-from ..cli import EXIT_CODES
+from ..cli import EXIT_CODES, UNAVAILABLE, Failure
 from ._admin import load_config
 
 
@@ -57,9 +58,23 @@ def serve(config_file: str | None, print_config: bool, **flags: Any) -> None:
     if print_config:
         click.echo(configuration.render(effective), nl=False)
         return
+    _check_dependencies()
     from .. import daemon
 
     sys.exit(daemon.run(effective, lambda: configuration.load(config_file, flags=given)))
+
+
+def _check_dependencies() -> None:
+    """Find what the daemon, its engine and its threads will import, without importing it: NIXL has no place in this process."""
+    for module, package, why in (
+        ("zmq", "pyzmq", "the socket between nodes"),
+        ("nixl", "pdxfer[engine]", "the transfer engine"),
+    ):
+        if importlib.util.find_spec(module) is None:
+            raise Failure(
+                f"the Python module {module!r} is not installed; it is needed for {why}: pip install '{package}'",
+                UNAVAILABLE,
+            )
 
 
 _flags(serve)

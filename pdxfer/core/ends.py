@@ -40,6 +40,8 @@ class Ends:
             peer.rooms.pop(room.key, None)
         if isinstance(room, RecvRoom):
             self._quarantine(room)
+            if not room.peer and room.local is None and room.state == RecvRoom.WANTING:  # a send to come on this node
+                self.doom(room.room, room.epoch, reason, detail)
         for id in list(room.jobs):
             record = st.jobs[id]
             if record.kind == "send" and not record.doubtful:
@@ -135,6 +137,18 @@ class Ends:
         if ("graves",) not in st.timers:
             st.timers.set(("graves",), st.now + st.limits.tombstone_ttl)
 
+    def doom(self, room: str, epoch: int, reason: str, detail: str) -> None:
+        """Its receiver is dead: a send that is not open yet ends as it arrives."""
+        if (room, epoch, True) not in self.state.tombstones and (room, epoch) not in self.state.sends:
+            self.bury((room, epoch, True), reason, detail, early=True)
+
+    def end_parked(self, key: tuple[str, int], reason: str, detail: str) -> None:
+        """A want that waits for its room will not get it."""
+        parked = self.state.parked.pop(key)
+        self.state.timers.clear(("parked", key))
+        self.tell(parked.peer, (*key, True), reason, detail)
+        self.doom(*key, reason, detail)
+
     def weather(self) -> None:
         """Forget the tombstones whose time is over: they lie in the order of their dates."""
         st = self.state
@@ -190,8 +204,7 @@ class Ends:
             if parked is not None and parked.peer == peer.node:
                 del st.parked[key]
                 st.timers.clear(("parked", key))
-            if (message.room, message.epoch, True) not in st.tombstones:
-                self.bury((message.room, message.epoch, True), reason, message.detail, early=True)
+            self.doom(message.room, message.epoch, reason, message.detail)
 
     def on_ended_ack(self, peer: Peer, message: EndedAck) -> None:
         key: RoomKey = (message.room, message.epoch, message.by_sender)

@@ -14,7 +14,7 @@ from .local import Local
 from .peers import Peers
 from .receiver import Receiver
 from .sender import Sender
-from .state import Peer, RecvRoom, Room, State
+from .state import Peer, RecvRoom, Room, SendRoom, State
 from .worker import Rejected
 from .workers import Workers
 
@@ -118,7 +118,9 @@ class Engines:
         for room in [*hit, *(r for r in st.recvs.values() if r.outstanding)]:
             if isinstance(room, RecvRoom):
                 room.outstanding.clear()
-            if room.live:
+            if room.live and isinstance(room, SendRoom) and room.done_heard:
+                self.ends.end(room, "done", "")  # its receiver has verified every byte; only our reports are lost
+            elif room.live:
                 self.ends.end(room, "engine_lost", event.detail)
             else:
                 self.ends.settle(room)
@@ -127,9 +129,13 @@ class Engines:
             self.ends.end(send, "engine_lost", event.detail)
         st.engine.send, st.engine.recv = SlotLedger(0), SlotLedger(0)
         st.timers.clear(("quarantine",))
+        for send in st.sends.values():
+            self.sender.arm(send)
+        for receive in st.recvs.values():
+            self.receiver.arm(receive)
+        self.workers.release_gone()
         for owner in st.workers.values():
             self.workers.answer_attach(owner)
-        self.workers.release_gone()
         if st.down:
             self.peers.goodbye()
         else:

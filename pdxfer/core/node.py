@@ -226,7 +226,10 @@ class Node:
         self.workers.release_gone()
 
     def _drain(self, event: events.Drain) -> None:
+        """What is open goes on; what waits for a room that can no more be opened does not."""
         self.state.draining = True
+        for key in list(self.state.parked):
+            self.ends.end_parked(key, "shutdown", f"node {self.state.name!r} takes no new rooms")
 
     def _shutdown(self, event: events.Shutdown) -> None:
         """End every room by name; the peers hear it, and goodbye once the engine is closed."""
@@ -236,8 +239,8 @@ class Node:
         for room in rooms:
             if room.live:
                 self.ends.end(room, "shutdown", f"node {st.name!r} is shutting down")
-        for key, parked in list(st.parked.items()):
-            self.workers.abort_parked(key, parked, "the sidecar is shutting down")
+        for key in list(st.parked):
+            self.ends.end_parked(key, "shutdown", f"node {st.name!r} is shutting down")
         if not st.engine.up:
             self.peers.goodbye()
 

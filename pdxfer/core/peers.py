@@ -16,7 +16,7 @@ from .ledger import SlotState
 from .messages import Goodbye, Heartbeat, Hello
 from .receiver import Receiver
 from .sender import Sender
-from .state import Peer, RecvRoom, SendRoom, State
+from .state import Peer, RecvRoom, SendRoom, State, agent_name
 
 
 class Peers:
@@ -80,6 +80,10 @@ class Peers:
             st.refuse("peer", node, "bad_frame", f"Hello of incarnation {message.incarnation:x} in an envelope of {incarnation:x}")
             return None
         peer = st.peers.get(node)
+        engine = message.engine
+        if engine is not None and engine.agent != agent_name(node, incarnation, engine.incarnation):
+            st.refuse("peer", node, "bad_frame", f"Hello with the engine {engine.agent[:80]!r}, which is not this node's")
+            return None
         if peer is None:
             peer = st.peers[node] = Peer(node, st.now)
             st.timers.set(("beat", node), st.now + st.limits.heartbeat_interval)
@@ -126,6 +130,7 @@ class Peers:
                 continue
             if isinstance(room, SendRoom):
                 self.sender.pump(room)
+                self.sender.arm(room)  # its engine may have gone
             elif isinstance(room, RecvRoom) and room.state == RecvRoom.WANTING:
                 self.receiver.want(room)
 

@@ -216,7 +216,7 @@ class Receiver:
             self.ends.end(room, "protocol_error", f"segment {segment.segment}: {detail}")
             return
         st.engine.recv.move(slot, SlotState.SCATTERING, st.now)
-        id = st.job(JobRecord("scatter", room, slot=slot.index, peer=node))
+        id = st.job(JobRecord("scatter", room, slot=slot.index, peer=node, bytes=segment.bytes))
         room.jobs.add(id)
         rows = rows_of(segment.pieces, list(room.raw))
         st.to_engine(Scatter(id, room.worker.id, rows, slot.index, segment.bytes, segment.digest))
@@ -239,6 +239,7 @@ class Receiver:
             self.ends.end(room, "digest_mismatch" if mismatch else "copy_error", f"segment {segment}: {error}")
             return
         room.verified.add(segment)
+        room.bytes += record.bytes
         while room.below in room.verified:
             room.below += 1
         room.progress = st.now

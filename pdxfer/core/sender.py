@@ -152,7 +152,7 @@ class Sender:
                 if len(st.parked) >= st.limits.park_limit:
                     st.refuse("peer", peer.node, "overloaded", f"{len(st.parked)} wants are parked")
                     return
-                st.parked[key] = Parked(peer.node, want)
+                st.parked[key] = Parked(peer.node, want, st.now)
                 st.timers.set(("parked", key), st.now + st.limits.want_timeout)
             return
         if room.peer or room.local is not None:
@@ -199,10 +199,7 @@ class Sender:
     def unpark(self, key: tuple[str, int]) -> None:
         """A want has waited too long for its room."""
         st = self.state
-        parked = st.parked.pop(key)
-        peer = st.peers.get(parked.peer)
-        if peer is not None:
-            self._refuse_want(peer, parked.want, "want_timeout", f"not opened within {st.limits.want_timeout:g} s")
+        self.ends.end_parked(key, "want_timeout", f"not opened within {st.limits.want_timeout:g} s")
 
     def _refuse_want(self, peer: Peer, want: messages.Want, reason: str, detail: str) -> None:
         self.ends.tell(peer.node, (want.room, want.epoch, True), reason, detail)
@@ -300,6 +297,7 @@ class Sender:
 
     def _send(self, room: SendRoom, plan: Plan, info: messages.EngineInfo) -> None:
         st = self.state
+        assert plan.bytes <= info.slot_bytes, f"segment {plan.index} of room {room} would not fit the slots of {info.agent}"
         slot = st.engine.send.take(SlotState.SENDING, room.room, room.epoch, plan.index, room.peer, info.incarnation, st.now)
         record = JobRecord(
             "send", room, slot=slot.index, plan=plan, peer=room.peer,

@@ -190,6 +190,7 @@ class JobRecord(msgspec.Struct):
     gathered: bool = False
     remote_slot: int = -1
     remote_generation: int = 0
+    bytes: int = 0
     doubtful: bool = False
 
 
@@ -198,6 +199,7 @@ class Parked(msgspec.Struct):
 
     peer: str
     want: Want
+    since: float
 
 
 class Tombstone(msgspec.Struct):

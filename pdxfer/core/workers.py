@@ -8,6 +8,7 @@ A request is either taken (Ok) or refused by name, and a refused one has changed
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from . import events, jobs, messages, worker
 from .ends import Ends
@@ -15,7 +16,9 @@ from .events import DropWorker, ToWorker
 from .reasons import Refused
 from .receiver import Receiver
 from .sender import Sender
-from .state import Parked, Room, State, Worker
+from .state import RecvRoom, Room, State, Worker
+
+MAX_PAGES: Final = 1 << 24  # of one pool: the ledger keeps 13 bytes for each
 
 
 class Workers:
@@ -50,8 +53,10 @@ class Workers:
                     raise Refused(
                         "bad_layout", f"pool {pool.spec.name!r}: {len(pool.planes)} planes are placed, its layout has {pool.spec.planes}"
                     )
-                if not 0 < pool.num_pages < 2**31:
-                    raise Refused("bad_layout", f"pool {pool.spec.name!r}: num_pages is {pool.num_pages}")
+                if not 0 < pool.num_pages <= MAX_PAGES:
+                    raise Refused("bad_layout", f"pool {pool.spec.name!r}: num_pages is {pool.num_pages}, expected 1 to {MAX_PAGES}")
+                for i, plane in enumerate(pool.planes):
+                    self._check_plane(pool, i, plane, frame.fd_bytes)
         except Refused as error:
             st.emit(ToWorker(event.id, worker.Rejected(frame.req, error.code, error.detail)))
             st.emit(DropWorker(event.id))
@@ -71,6 +76,18 @@ class Workers:
             st.to_engine(owner.map_job)
         else:
             self.answer_attach(owner)
+
+    @staticmethod
+    def _check_plane(pool: worker.PoolAt, index: int, plane: worker.PlaneAt, fd_bytes: tuple[int, ...]) -> None:
+        """Raise Refused('bad_layout') unless the plane lies within its memory, one page behind the other."""
+        what = f"pool {pool.spec.name!r}, plane {index}"
+        if not 0 <= plane.fd < len(fd_bytes):
+            raise Refused("bad_layout", f"{what}: file descriptor {plane.fd} of {len(fd_bytes)}")
+        if plane.stride < pool.spec.page_bytes:
+            raise Refused("bad_layout", f"{what}: stride {plane.stride}, expected at least page_bytes ({pool.spec.page_bytes})")
+        end = plane.offset + (pool.num_pages - 1) * plane.stride + pool.spec.page_bytes
+        if plane.offset < 0 or end > fd_bytes[plane.fd]:
+            raise Refused("bad_layout", f"{what}: bytes {plane.offset} to {end - 1}, its memory has {fd_bytes[plane.fd]}")
 
     def answer_attach(self, owner: Worker) -> None:
         """Its pools are mapped, or will be by the next engine: let it begin, unless its last life still lingers.
@@ -160,14 +177,15 @@ class Workers:
         if rooms and not mine:
             raise Refused("not_your_room", f"room {key[0]}/{key[1]} belongs to worker {rooms[0].worker.engine_id!r}")
         if not rooms:
-            known = [side for side in (True, False) if (*key, side) in st.tombstones]
-            if known:
-                return lambda: None  # it has ended, or its arrival is doomed already: the abort is repeated
-            self.ends.bury((*key, True), "aborted_early", detail, early=True)
-            self.ends.bury((*key, False), "aborted_early", detail, early=True)
-            parked = st.parked.get(key)
-            if parked is not None:
-                self.abort_parked(key, parked, detail)
+            unknown = [side for side in (True, False) if (*key, side) not in st.tombstones]
+            if len(unknown) < 2:  # it has ended, or its arrival is doomed already: the abort is repeated
+                for side in unknown:  # of a room whose two sides may be here, the other one
+                    self.ends.bury((*key, side), "aborted_early", detail, early=True)
+                return lambda: None
+            for side in (True, False):
+                self.ends.bury((*key, side), "aborted_early", detail, early=True)
+            if key in st.parked:
+                self.ends.end_parked(key, "aborted", detail)
             raise Refused(
                 "unknown_room",
                 f"room {key[0]}/{key[1]} is not here; if it comes within {st.limits.tombstone_ttl:g} s it ends as aborted_early",
@@ -180,11 +198,14 @@ class Workers:
 
         return end
 
-    def abort_parked(self, key: tuple[str, int], parked: Parked, detail: str) -> None:
+    def _fail_waiting(self, owner: Worker, reason: str, detail: str, since: float) -> None:
+        """Receives, here and on other nodes, that have waited since ``since`` or longer for rooms of this worker."""
         st = self.state
-        del st.parked[key]
-        st.timers.clear(("parked", key))
-        self.ends.tell(parked.peer, (*key, True), "aborted", detail)
+        for key in [k for k, p in st.parked.items() if p.want.source == owner.engine_id and p.since <= since]:
+            self.ends.end_parked(key, reason, detail)
+        for room in [r for r in st.recvs.values() if r.source == owner.engine_id and r.opened <= since]:
+            if room.live and room.state == RecvRoom.WANTING and not room.peer and room.local is None:
+                self.ends.end(room, reason, detail)
 
     def lost(self, event: events.WorkerGone) -> None:
         st = self.state
@@ -199,6 +220,7 @@ class Workers:
             room = (st.sends if key[2] else st.recvs).get((key[0], key[1]))
             if room is not None and room.worker is owner and room.live:
                 self.ends.end(room, "worker_lost", f"worker {owner.engine_id!r} (process {owner.pid}): {event.detail}")
+        self._fail_waiting(owner, "worker_lost", f"prefill worker {owner.engine_id!r}: {event.detail}", st.now)
         self._release(owner)
 
     def _release(self, owner: Worker) -> None:
@@ -226,6 +248,8 @@ class Workers:
                 room = (st.sends if key[2] else st.recvs).get((key[0], key[1]))
                 if room is not None and room.worker is owner and st.now - max(owner.heard, room.opened) >= st.limits.stall_deadline:
                     self.ends.end(room, "worker_stalled", f"worker {owner.engine_id!r} (process {owner.pid}) silent for {st.now - owner.heard:.0f} s")
+            detail = f"prefill worker {owner.engine_id!r} (process {owner.pid}) silent for {st.now - owner.heard:.0f} s"
+            self._fail_waiting(owner, "worker_stalled", detail, st.now - st.limits.stall_deadline)
         st.timers.set(("worker", id), when)
 
     def release_gone(self) -> None:

@@ -85,16 +85,16 @@ def prompts(seed: int, max_tokens: int) -> list[Prompt]:
 async def reference(system: System, questions: Sequence[Prompt], seconds: float) -> list[Answer]:
     """The answers of one process. Raises DemoError when it gives none."""
     asked, answered = system.logs / "reference-questions.json", system.logs / "reference-answers.json"
-    asked.write_text(json.dumps([{"messages": prompt.messages, "max_tokens": prompt.max_tokens} for prompt in questions]))
+    asked.write_text(
+        json.dumps([{"messages": prompt.messages, "max_tokens": prompt.max_tokens} for prompt in questions])
+    )
     running = await system.manager.start(system.reference(asked, answered))
     code = await system.manager.wait_exit(running.spec.name, seconds)
     try:
         if code != 0:
             raise ValueError("no end" if code is None else exit_text(code))
         found = json.loads(answered.read_text())
-        answers = [
-            Answer(item["text"], tuple(item["tokens"]), item["prompt_tokens"], None, "", "") for item in found
-        ]
+        answers = [Answer(item["text"], tuple(item["tokens"]), item["prompt_tokens"], None, "", "") for item in found]
         if len(answers) != len(questions):
             raise ValueError(f"{len(answers)} answers to {len(questions)} questions")
         return answers

@@ -26,6 +26,7 @@ class Fault(Protocol):
     """``prepare`` reads what the proof compares with, ``strike`` returns at once, ``prove`` waits for the evidence."""
 
     name: str
+    harmless: bool  # no session may fail by it
 
     async def prepare(self) -> None: ...
     async def strike(self) -> None: ...
@@ -36,6 +37,8 @@ class Fault(Protocol):
 
 class KillAgent:
     """SIGKILL of the agent process with all its streams open."""
+
+    harmless = False
 
     def __init__(self, manager: Manager, process: str, sessions: int) -> None:
         self.name = f"SIGKILL agent with {sessions} sessions"
@@ -65,6 +68,8 @@ class KillAgent:
 
 class KillWorker:
     """SIGKILL of a worker process; the process manager starts it again."""
+
+    harmless = False
 
     def __init__(self, manager: Manager, observer: Observer, process: str, engine_id: str) -> None:
         self.name = f"SIGKILL {process}"
@@ -110,6 +115,8 @@ class KillWorker:
 
 class KillEngine:
     """SIGKILL of a sidecar's engine child; the supervisor starts a new one with a new incarnation."""
+
+    harmless = False
 
     def __init__(self, observer: Observer, node: str, side: str, note: Manager) -> None:
         self.name = f"SIGKILL {side} engine"
@@ -159,6 +166,8 @@ class KillEngine:
 
 class RaiseInBootstrap:
     """An exception inside a sidecar's bootstrap thread, through its debug hook."""
+
+    harmless = True
 
     def __init__(self, observer: Observer, node: str, side: str, note: Manager) -> None:
         self.name = f"exception in {side} bootstrap thread"

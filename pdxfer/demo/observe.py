@@ -55,12 +55,21 @@ class WorkerView:
 
 
 @dataclass(frozen=True)
+class GatewayView:
+    """The gateway, from its /stats."""
+
+    active: int  # requests under way
+    ended: Mapping[str, int]  # by reason
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything at about one time. What did not answer is absent and named in ``silent``."""
 
     at: float
     nodes: Mapping[str, NodeView]
     workers: Mapping[str, WorkerView]
+    gateway: GatewayView | None
     silent: Mapping[str, str]  # name -> why
 
 
@@ -76,7 +85,7 @@ class Baseline:
 class Away:
     """What is not at its baseline."""
 
-    rooms: int  # live or coming home, by the sidecars' and the workers' count, whichever is more
+    rooms: int  # live or coming home, by the sidecars', the workers' or the gateway's count, whichever is most
     pages: int
     slots: int
     unknown: tuple[str, ...]  # who did not answer, is not ready, or has not attached
@@ -94,7 +103,9 @@ class Away:
 def node_view(status: Mapping[str, Any]) -> NodeView:
     """A sidecar's /status as a view. Raises KeyError or TypeError when it has another shape."""
     engine = status.get("engine") or {}
-    rooms = {f"{side} {state}": n for side, states in status["rooms"].items() for state, n in states.items() if n}
+    rooms = {
+        f"{side} {state}": n for side, states in status["rooms_by_state"].items() for state, n in states.items() if n
+    }
     return NodeView(
         node=status["node"],
         at=time.monotonic(),
@@ -104,8 +115,8 @@ def node_view(status: Mapping[str, Any]) -> NodeView:
         engine_pid=int(engine.get("pid") or 0),
         engine_incarnation=int(engine.get("incarnation") or 0),
         rooms=rooms,
-        parked=int(status["parked"]),
-        pages=status["pages"],
+        parked=int(status["parked_wants"]),
+        pages={worker["engine_id"]: worker["pages"] for worker in status["workers"] if not worker["gone"]},
         slots=status["slots"],
     )
 
@@ -121,6 +132,13 @@ def worker_view(worker: str, stats: Mapping[str, Any]) -> WorkerView:
         rooms_open=int(stats["rooms_open"]),
         wrong_bytes=int(stats["wrong_bytes"]),
         raw=stats,
+    )
+
+
+def gateway_view(stats: Mapping[str, Any]) -> GatewayView:
+    """The gateway's /stats as a view. Raises KeyError or TypeError when it has another shape."""
+    return GatewayView(
+        int(stats["active"]) + int(stats["aborting"]), {str(k): int(v) for k, v in stats["requests"].items()}
     )
 
 
@@ -167,7 +185,8 @@ def away(snapshot: Snapshot, base: Baseline) -> Away:
         if snapshot.nodes and not any(name in node.pages for node in snapshot.nodes.values()):
             unknown.append(f"worker {name} is attached to no sidecar")
     pages += sum(lent.values())  # lent for a worker that does not answer
-    return Away(max(rooms_of_nodes, rooms_of_workers), pages, slots, tuple(unknown))
+    requests = snapshot.gateway.active if snapshot.gateway is not None else 0
+    return Away(max(rooms_of_nodes, rooms_of_workers, requests), pages, slots, tuple(unknown))
 
 
 def room_ends(metrics: str) -> dict[str, dict[str, int]]:
@@ -203,9 +222,10 @@ def difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, i
 class Observer:
     """Asks everybody, keeps the history, and sums what must survive a worker's restart."""
 
-    def __init__(self, sidecars: Mapping[str, str], workers: Mapping[str, str]) -> None:
+    def __init__(self, sidecars: Mapping[str, str], workers: Mapping[str, str], gateway: str) -> None:
         self.sidecars = dict(sidecars)  # node -> the URL of its admin service
         self.workers = dict(workers)  # engine id -> the URL of the worker
+        self.gateway = gateway
         self.history: list[Snapshot] = []
         self.http = httpx.AsyncClient(timeout=ASK_TIMEOUT, trust_env=False)
         self._wrong: dict[str, tuple[int, int]] = {}  # worker -> (of earlier processes and up to here, last reading)
@@ -235,6 +255,7 @@ class Observer:
         nodes: dict[str, NodeView] = {}
         workers: dict[str, WorkerView] = {}
         silent: dict[str, str] = {}
+        front: list[GatewayView] = []
 
         async def sidecar(name: str, url: str) -> None:
             try:
@@ -252,11 +273,18 @@ class Observer:
                 grown = view.wrong_bytes - last if view.wrong_bytes >= last else view.wrong_bytes
                 self._wrong[name] = (total + grown, view.wrong_bytes)
 
+        async def gateway() -> None:
+            try:
+                front.append(gateway_view((await self.get(f"{self.gateway}/stats")).json()))
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                silent["gateway"] = why(error)
+
         await asyncio.gather(
+            gateway(),
             *(sidecar(name, url) for name, url in self.sidecars.items()),
             *(worker(name, url) for name, url in self.workers.items()),
         )
-        return Snapshot(time.monotonic(), nodes, workers, silent)
+        return Snapshot(time.monotonic(), nodes, workers, front[0] if front else None, silent)
 
     @property
     def wrong_bytes(self) -> int:

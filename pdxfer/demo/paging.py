@@ -73,11 +73,12 @@ class Pages:
             raise
         if future.done():
             return future.result()
-        self._leave(entry)
-        raise NoPages(
+        problem = NoPages(
             f"{count} pages asked for, {self.free} of {self.total} free after {timeout:g} s, {self.waiting} requests waiting;"
             " send less at once or start the worker with more --pages"
         )
+        self._leave(entry)
+        raise problem
 
     def lend(self, pages: Sequence[int]) -> None:
         """The sidecar is told of these pages."""

@@ -210,7 +210,8 @@ class Manager:
 
     def explain(self, running: Running, missing: str, seconds: float) -> str:
         """Why something did not come up, for people."""
-        lines = [f"{running.spec.name} is not up within {seconds:g} s: {missing}."]
+        over = not running.pid and not running.spec.restart
+        lines = [f"{running.spec.name} {'did not come up' if over else f'is not up within {seconds:g} s'}: {missing}."]
         tail = running.tail()
         lines += (
             [f"Its last log lines ({running.log}):", *(f"    {line}" for line in tail)]

@@ -149,6 +149,8 @@ class Report:
 
     def all_problems(self) -> list[str]:
         """One line each, with what it belongs to."""
+        if self.problems and not self.parity.prompts:  # it broke off before anything was measured
+            return list(self.problems)
         out = [f"parity: {text}" for text in self.parity.problems]
         if not self.parity.problems and not self.parity.passed:
             out.append(f"parity: {self.parity.identical} of {self.parity.prompts} prompts were answered alike")
@@ -164,7 +166,7 @@ class Report:
         if not self.passed:
             problems = self.all_problems()
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            return f"FAIL: {problems[0]}{more}" if problems else "FAIL"
+            return f"FAIL: {problems[0].splitlines()[0]}{more}" if problems else "FAIL"
         slowest = max((item.recovery_seconds or 0.0 for item in self.rounds), default=0.0)
         return (
             f"PASS: {parity}, {len(self.rounds)} faults, every session ended, every page and slot came home,"

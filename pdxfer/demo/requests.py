@@ -88,6 +88,7 @@ class Job:
     def __init__(self, key: Key) -> None:
         self.key = key
         self.why = ""  # it is aborted
+        self.began = False
         self.task: asyncio.Task[None] | None = None
         self._lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
@@ -103,8 +104,8 @@ class Job:
 
     async def last(self) -> dict[str, Any]:
         line: dict[str, Any] = {}
-        async for line in self.lines():
-            continue
+        async for found in self.lines():
+            line = found
         return line
 
 
@@ -163,7 +164,8 @@ class Worker:
         if job.why or job.task is None or job.task.done():
             return
         job.why = detail
-        job.task.cancel()
+        if job.began:  # a task that is cancelled before it begins would never end by name
+            job.task.cancel()
 
     async def close(self, seconds: float) -> None:
         """End everything by name."""
@@ -233,7 +235,10 @@ class Worker:
             raise
 
     async def _run(self, job: Job, serve: Callable[[Job], Awaitable[dict[str, Any]]]) -> None:
+        job.began = True
         try:
+            if job.why:
+                raise asyncio.CancelledError
             last = {**await serve(job), "reason": DONE}
         except Failure as failure:
             last = {"error": failure.json()}

@@ -17,8 +17,10 @@ from .faults import Fault, KillAgent, NotInjected
 from .observe import Baseline, Snapshot, away, difference, everything
 from .processes import DemoError, exit_text, until
 from .report import Round
-from .sessions import Session, read_sessions
+from .sessions import NEVER, Session, read_sessions
 from .system import System
+
+ABORTS = ("aborted", "aborted_early")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Rounds:
     async def killed_agent(self, sessions: int) -> Round:
         """Step 2: the agent dies, with all its streams, seconds after its start."""
         system, pace = self.system, self.pace
-        before = await system.observer.ends()
+        ends, requests = await system.observer.ends(), await self._requests()
         wrong = system.observer.wrong_bytes
         agent = await self._agent(sessions, pace.agent_tokens)
         began = time.monotonic()
@@ -66,15 +68,12 @@ class Rounds:
         await system.manager.wait_exit(agent, max(0.0, pace.agent_life - (time.monotonic() - began)))
         struck = await self._strike(fault, item)
         await self._prove(fault, item)
-
-        async def live() -> str:
-            found = away(await system.observer.look(), self.base)
-            return f"{found.rooms} rooms live" if found.rooms or found.unknown else ""
-
-        if await until(live, pace.terminal_deadline, 0.05):
-            item.unresolved = min(sessions, self._rooms_live(await system.observer.look()))
+        item.unresolved = await self._terminal(sessions)
+        self._count_requests(
+            item, difference(await self._requests(), requests), read_sessions(system.agent_output(agent))
+        )
         after = await system.observer.ends()
-        self._count_rooms(item, before, after)
+        item.rooms = {node: _sum(after[node], ends[node]) for node in after}
         await self._recover(item, struck, wrong)
         return item
 
@@ -101,10 +100,10 @@ class Rounds:
             await system.manager.wait_exit(agent, 5.0)
         elif code not in (0, 1):
             item.problems.append(f"the agent ended by {exit_text(code)}: {' / '.join(system.manager[agent].tail(3))}")
-        self._count_sessions(item, read_sessions(system.agent_output(agent)), struck)
+        self._count_sessions(item, fault, read_sessions(system.agent_output(agent)), struck)
         item.service_seconds = await first
         after = await system.observer.ends()
-        item.rooms = {node: _sum(after[node], before.get(node, {})) for node in after}
+        item.rooms = {node: _sum(after[node], before[node]) for node in after}
         await self._recover(item, struck, wrong)
         return item
 
@@ -116,8 +115,23 @@ class Rounds:
         await self.system.manager.start(spec)
         return spec.name
 
-    def _rooms_live(self, seen: Snapshot) -> int:
-        return away(seen, self.base).rooms
+    async def _requests(self) -> Mapping[str, int]:
+        """The gateway's count of ended requests. Raises DemoError when it does not answer."""
+        seen = await self.system.observer.look()
+        if seen.gateway is None:
+            raise DemoError(f"the gateway's /stats does not answer: {seen.silent.get('gateway', '')}")
+        return seen.gateway.ended
+
+    async def _terminal(self, sessions: int) -> int:
+        """Wait until every room is terminal. Returns how many sessions are not resolved when the deadline is over."""
+
+        async def missing() -> str:
+            found = away(await self.system.observer.look(), self.base)
+            return f"{found.rooms} rooms live" if found.rooms or found.unknown else ""
+
+        if not await until(missing, self.pace.terminal_deadline, 0.05):
+            return 0
+        return min(sessions, away(await self.system.observer.look(), self.base).rooms)
 
     async def _load_is_on(self, item: Round) -> None:
         """Return at the first sign of the load: pages or rooms in use."""
@@ -209,34 +223,26 @@ class Rounds:
 
     # counting ------------------------------------------------------------------------------------------------------
 
-    def _count_rooms(
-        self,
-        item: Round,
-        before: Mapping[str, Mapping[str, Mapping[str, int]]],
-        after: Mapping[str, Mapping[str, Mapping[str, int]]],
-    ) -> None:
-        """The ends of a killed agent's sessions, from the sidecars: nobody else is left to tell.
+    def _count_requests(self, item: Round, requests: Mapping[str, int], sessions: Sequence[Session]) -> None:
+        """The ends of a killed agent's sessions: by the gateway's count, as their agent cannot tell any more.
 
-        A session has at most one room, which the decode side's sidecar has ended once. A session that never came so far
-        (its request was still waiting when its agent died) was aborted before it had a room.
+        Every room of theirs is terminal by then, or is counted as unresolved. A session whose request had not reached
+        the gateway when its agent died ended with it.
         """
-        item.rooms = {node: _sum(after[node], before.get(node, {})) for node in after}
-        received = difference(after[self.system.decode_node]["receive"], before[self.system.decode_node]["receive"])
-        item.done = min(received.get("done", 0), item.sessions - item.unresolved)
-        failed = {name: n for name, n in received.items() if name not in ("done", *checks.ABORTS)}
-        item.failed = min(sum(failed.values()), item.sessions - item.unresolved - item.done)
+        item.hit = sum(session.ended == NEVER for session in sessions)
+        item.done = requests.get("done", 0)
+        item.failed = sum(n for reason, n in requests.items() if reason not in ("done", *ABORTS))
+        reached = sum(requests.values())
         item.aborted = item.sessions - item.unresolved - item.done - item.failed
-        seen = sum(received.values())
-        item.hit = item.sessions
-        item.ends = dict(received)
-        if seen < item.sessions - item.unresolved:
-            item.ends["aborted_before_room"] = item.sessions - item.unresolved - seen
-        elif seen > item.sessions:
+        item.ends = dict(requests)
+        if reached + item.unresolved > item.sessions:
             item.problems.append(
-                f"{seen} rooms ended on {self.system.decode_node}, but the agent had {item.sessions} sessions"
+                f"the gateway counts {reached} requests that ended, the agent had {item.sessions} sessions"
             )
+        elif reached + item.unresolved < item.sessions:
+            item.ends["ended_with_agent"] = item.sessions - item.unresolved - reached
 
-    def _count_sessions(self, item: Round, sessions: Sequence[Session], struck: float) -> None:
+    def _count_sessions(self, item: Round, fault: Fault, sessions: Sequence[Session], struck: float) -> None:
         """The ends of a load's sessions, from the agent's own record."""
         item.done = sum(session.end == "done" for session in sessions)
         item.aborted = sum(session.end == "aborted" for session in sessions)
@@ -247,6 +253,11 @@ class Rounds:
         item.hit = sum(session.began <= struck < session.ended for session in sessions)
         if item.injected and not item.hit:
             item.problems.append("no session was under way when the fault struck")
+        for session in sessions:
+            if session.end == "failed" and fault.harmless:
+                item.problems.append(
+                    f"session {session.number} failed, expected none to: {session.detail or session.reason}"
+                )
         torn = sum(session.kv_identical is False for session in sessions)
         if torn:
             item.problems.append(f"{torn} sessions were done with other cache bytes than prefill had")

@@ -67,7 +67,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False)
+        self.console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def showing(self, steps: int) -> Iterator[None]:
@@ -290,13 +290,13 @@ def _publish(options: Options, console: Console, demo: Demo) -> int:
     if report.rounds:
         console.print(results.table(report))
     for problem in report.all_problems():
-        console.print(f"- {problem}", style="red", highlight=False, markup=False)
+        console.print(f"- {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:
         page.write(options.html, report, demo.timeline())
     console.print(
-        report.verdict_line(), style="bold green" if report.passed else "bold red", highlight=False, markup=False
+        report.verdict_line(), style="bold green" if report.passed else "bold red", highlight=False, markup=False, soft_wrap=True
     )
     console.print(f"{report.seconds:.0f} s in all", highlight=False)
     if not report.passed:

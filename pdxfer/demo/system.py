@@ -15,11 +15,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from ..bootstrap import keys
 from .observe import Observer, why
 from .processes import DemoError, Manager, Spec
 
@@ -43,7 +45,7 @@ class System:
         self.manager = Manager(self.logs, say)
         self.ports = dict(zip(("p", "d", PREFILL, DECODE, "gateway"), free_ports(5), strict=True))
         self.gateway = self._url("gateway")
-        self.observer = Observer({}, {PREFILL: self._url(PREFILL), DECODE: self._url(DECODE)})
+        self.observer = Observer({}, {PREFILL: self._url(PREFILL), DECODE: self._url(DECODE)}, self.gateway)
 
     def _url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.ports[name]}"
@@ -112,7 +114,7 @@ class System:
 
     def _gateway(self) -> Spec:
         async def ready() -> str:
-            return await self._answers(f"{self.gateway}/v1/models")
+            return await self._answers(f"{self.gateway}/health")
 
         return Spec(
             "gateway",
@@ -161,9 +163,48 @@ class System:
     # configuration -------------------------------------------------------------------------------------------------
 
     def _write_configurations(self) -> None:
-        from ..bootstrap.keys import KeyPair
+        """Fresh keys and one TOML file for each sidecar; p keeps the registry, and each knows the other's key."""
+        pairs = {}
+        for node in ("p", "d"):
+            pairs[node] = keys.generate()
+            keys.save(self.directory / f"{node}.key", pairs[node])
+        for node, peer in (("p", "d"), ("d", "p")):
+            tables: dict[str, dict[str, Any]] = {
+                "node": {"name": node, "runtime_dir": str(self.directory / node)},
+                "worker": {"socket": str(self.directory / f"{node}.sock")},
+                "admin": {"port": 0},
+                "bootstrap": {"listen": self._endpoint(node), "key_file": str(self.directory / f"{node}.key")},
+                "registry": {
+                    "kind": "embedded",
+                    "server": "p",
+                    "nodes": [{"node": peer, "address": self._endpoint(peer), "public_key": pairs[peer].public}],
+                },
+                "engine": {"slot_bytes": 2 << 20, "send_slots": 8, "recv_slots": 16},
+                "supervisor": {"drain_timeout": 2.0, "close_timeout": 3.0},
+                "debug": {"hooks": True},
+            }
+            (self.directory / f"{node}.toml").write_text(toml(tables), encoding="utf-8")
 
-        raise NotImplementedError(KeyPair)
+    def _endpoint(self, node: str) -> str:
+        return f"tcp://127.0.0.1:{self.ports[node]}"
+
+
+def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of plain values as TOML."""
+    lines = []
+    for table, entries in tables.items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {_value(value)}" for key, value in entries.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_value(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)  # strings, numbers and booleans are written alike in both
 
 
 def _short_directory() -> Path:

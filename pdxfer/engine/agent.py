@@ -75,6 +75,7 @@ class Agent:
         self.version = nixl.version
         self.errors = 0
         self._peers: dict[str, _Peer] = {}
+        self._under_way: set[Transfer] = set()
         self._burned: dict[str, str] = {}
         try:
             # No progress thread: it burns a core, and progress comes from our own polling.
@@ -191,7 +192,7 @@ class Agent:
 
     @property
     def busy(self) -> bool:
-        return any(peer.transfers for peer in self._peers.values())
+        return bool(self._under_way)
 
     def usable(self, name: str) -> str:
         """Why nothing can be sent to this peer now; empty when it can."""
@@ -232,28 +233,30 @@ class Agent:
             raise PeerLost(why) from error
         transfer = Transfer(peer, handle, size, tag, since)
         peer.transfers.add(transfer)
+        self._under_way.add(transfer)
         return transfer
 
     def poll(self) -> Iterator[tuple[Transfer, str]]:
         """Transfers that are over, each with its error (empty: done). The rest makes progress."""
-        for peer in [p for p in self._peers.values() if p.transfers]:
-            for transfer in list(peer.transfers):
-                error = ""
-                try:
-                    state = self._nixl.check_xfer_state(transfer.handle)
-                    if state == "PROC":
-                        continue
-                    if state == "ERR":
-                        error = f"WRITE of {transfer.size} bytes to {peer.info.agent}: NIXL answers ERR"
-                except Exception as problem:  # noqa: BLE001
-                    error = f"WRITE of {transfer.size} bytes to {peer.info.agent}: {_what(problem)}"
-                peer.transfers.discard(transfer)
-                self._release(transfer.handle)
-                if error:
-                    self._lose(peer, error)
-                else:
-                    self._retire(peer)
-                yield transfer, error
+        for transfer in list(self._under_way):
+            peer, error = transfer.peer, ""
+            try:
+                state = self._nixl.check_xfer_state(transfer.handle)
+                if state == "PROC":
+                    continue
+                if state != "DONE":
+                    error = f"NIXL answers {state}"
+            except Exception as problem:  # noqa: BLE001
+                error = _what(problem)
+            self._under_way.discard(transfer)
+            peer.transfers.discard(transfer)
+            self._release(transfer.handle)
+            if error:
+                error = f"WRITE of {transfer.size} bytes to {peer.info.agent}: {error}"
+                self._lose(peer, error)
+            else:
+                self._retire(peer)
+            yield transfer, error
 
     def _release(self, handle: Any) -> None:
         try:

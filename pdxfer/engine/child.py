@@ -38,6 +38,7 @@ from .vitals import Vitals
 log = logging.getLogger(__name__)
 
 _CHUNK: Final = 256 << 10
+_AGAIN: Final = 0.05  # seconds
 _ROOT: Final = str(Path(__file__).resolve().parents[2])  # where `import pdxfer` finds this package
 
 
@@ -115,8 +116,14 @@ class EngineChild:
         finally:
             theirs.close()
             os.close(vitals_fd)
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            ours.close()
+            raise
         self._process = process
-        self._pidfd = os.pidfd_open(process.pid)
         self._socket = ours
         self._vitals = vitals
         self._frames = Frames(MAX_ENGINE_FRAME)
@@ -177,6 +184,11 @@ class EngineChild:
             except ConnectionError:
                 self._drop_queue()  # it is dead or dying; its end is announced by the pidfd
                 break
+            except OSError as error:
+                # Too many descriptors are on their way (ETOOMANYREFS), or the kernel is short of memory: both pass.
+                log.warning("engine pid %s: a job cannot be sent now and is tried again: %s", self.pid, error)
+                loop.call_later(_AGAIN, self._write_again)
+                break
             _close(fds)
             if sent < len(data):
                 self._out[0] = (data[sent:], ())
@@ -185,6 +197,10 @@ class EngineChild:
         if self._writing:
             self._writing = False
             loop.remove_writer(self._socket)
+
+    def _write_again(self) -> None:
+        if self._socket is not None and self._out and not self._writing:
+            self._write()
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -202,12 +218,18 @@ class EngineChild:
     def _take(self, data: bytes) -> None:
         try:
             for body in self._frames.feed(data):
-                self._on_report(decode_report(body))
+                self._deliver(decode_report(body))
         except (msgspec.MsgspecError, TooLong) as error:
             log.error("a defect: engine pid %s sends what is no report and is killed: %s", self.pid, error)
             self._why = f"it sent what is no report ({error})"
             self._frames = Frames(MAX_ENGINE_FRAME)
             self.kill()
+
+    def _deliver(self, report: EngineReport) -> None:
+        try:
+            self._on_report(report)
+        except Exception:
+            log.exception("a defect: the parent raised on %s; later reports go on", type(report).__name__)
 
     def _drop_queue(self) -> None:
         for _, fds in self._out:

@@ -36,6 +36,7 @@ class Link:
         self._frames = Frames(MAX_ENGINE_FRAME)
         self._fds: deque[int] = deque()
         self._out = bytearray()
+        self._lost = False  # descriptors of the frame that is coming did not come through
         self.dropped = 0
 
     def receive(self) -> Iterator[tuple[EngineJob, tuple[int, ...]]]:
@@ -53,16 +54,20 @@ class Link:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     self._fds.extend(array.array("i", raw[: len(raw) - len(raw) % _INT]))
             if flags & socket.MSG_CTRUNC:
-                raise OSError(
-                    "the parent passed descriptors that this process may not have: raise the limit of open files (ulimit -n)"
-                )
+                self._lost = True
             if not data:
                 raise ParentGone
             for body in self._frames.feed(data):
                 job = decode_job(body)
                 fds: tuple[int, ...] = ()
                 if isinstance(job, MapPools):
-                    fds = tuple(self._fds.popleft() for _ in job.fd_bytes)
+                    # A read ends with the bytes that carry descriptors, so those at hand are of this frame.
+                    fds = tuple(self._fds)
+                    self._fds.clear()
+                    if self._lost:
+                        self._lost = False
+                        close_all(fds)
+                        fds = ()
                 yield job, fds
 
     def report(self, report: EngineReport) -> None:

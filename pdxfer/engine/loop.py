@@ -52,7 +52,7 @@ class Engine:
         self._link = link
         self._vitals = vitals
         self._pace = Pace()
-        self._copier = Copier(settings.copy_threads, settings.copy_stall)
+        self._copier = Copier(settings.threads, settings.copy_stall)
         self._counters = Counters()
         self._told: dict[str, float] = {}
         self._told_at = 0.0
@@ -142,7 +142,9 @@ class Engine:
             case jobs.UnmapPools():
                 self._pools.pop(job.worker, None)
             case jobs.AddPeer():
+                self._vitals.say(f"while it was adding peer {job.info.agent}")
                 error = self._agent.add(job.info)
+                self._vitals.say("")
                 self._warm_until = time.monotonic() + _WARM_UP
                 self._link.report(jobs.PeerAdded(job.info.agent, error))
             case jobs.RemovePeer():
@@ -152,6 +154,8 @@ class Engine:
 
     def _map(self, job: jobs.MapPools, fds: tuple[int, ...]) -> str:
         try:
+            if len(fds) < len(job.fd_bytes):
+                return f"{len(fds)} of {len(job.fd_bytes)} descriptors came through: raise the limit of open files (ulimit -n)"
             if job.worker in self._pools:
                 return f"worker {job.worker} is mapped already"
             self._pools[job.worker] = map_pools(job.pools, job.fd_bytes, fds)

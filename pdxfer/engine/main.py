@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -48,6 +49,12 @@ def die_with(parent: int) -> None:
         os._exit(ORDERLY)
 
 
+def allow_descriptors() -> None:
+    """Every mapped pool costs one: take as many as the system gives."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def serve(spec: Spec, vitals: Vitals) -> int:
     vitals.say("while it was loading NIXL")
     # Here and not above: what fails in these imports must find the vitals page in place.
@@ -64,7 +71,9 @@ def serve(spec: Spec, vitals: Vitals) -> int:
     vitals.say("while it was making its NIXL agent")
     agent = Agent(nixl, spec.agent, settings.backend, slots.address, slots.size)
     vitals.say("")
-    link = Link(socket.socket(fileno=spec.socket))
+    fd = os.dup(spec.socket)  # a low number: select takes none above 1023
+    os.close(spec.socket)
+    link = Link(socket.socket(fileno=fd))
     return Engine(settings, spec.incarnation, agent, slots, link, vitals).run(os.getpid())
 
 
@@ -77,6 +86,7 @@ def main() -> NoReturn:
     status = DEFECT
     try:
         die_with(spec.parent)
+        allow_descriptors()
         if spec.settings.nice:
             os.nice(spec.settings.nice)
         status = serve(spec, vitals)

@@ -47,7 +47,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: int = 2 << 20
     send_slots: int = 16
     recv_slots: int = 32
-    copy_threads: int = 1  # beside the thread that calls NIXL; 0: that thread copies too
+    copy_threads: int = -1  # beside the thread that calls NIXL; 0: that one copies too; -1: by the number of cores
     copy_stall: float = 5.0  # seconds in one copy after which the engine counts as hung
     nice: int = 0
 
@@ -62,12 +62,19 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in ("send_slots", "recv_slots"):
             if not 1 <= getattr(self, key) <= 4096:
                 raise ValueError(f"engine.{key} is {getattr(self, key)}, expected 1 to 4096")
-        if not 0 <= self.copy_threads <= 64:
-            raise ValueError(f"engine.copy_threads is {self.copy_threads}, expected 0 to 64")
+        if not -1 <= self.copy_threads <= 64:
+            raise ValueError(f"engine.copy_threads is {self.copy_threads}, expected -1 (automatic) to 64")
         if not self.copy_stall > 0:
             raise ValueError(f"engine.copy_stall is {self.copy_stall}, expected a positive number of seconds")
         if not 0 <= self.nice <= 19:
             raise ValueError(f"engine.nice is {self.nice}, expected 0 to 19")
+
+    @property
+    def threads(self) -> int:
+        """Copy threads, resolved. With few cores there is none to spare: measured on two, a thread made everything slower."""
+        if self.copy_threads >= 0:
+            return self.copy_threads
+        return 2 if len(os.sched_getaffinity(0)) > 4 else 0
 
     @property
     def memory(self) -> int:

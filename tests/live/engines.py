@@ -48,7 +48,9 @@ class Handle:
                 return found
             self._event.clear()
             left = deadline - time.monotonic()
-            assert left > 0, f"{self.node}: not within {timeout} s; exits {self.exits}, last reports {self.reports[-5:]}"
+            assert left > 0, (
+                f"{self.node}: not within {timeout} s; exits {self.exits}, last reports {self.reports[-5:]}"
+            )
             try:
                 await asyncio.wait_for(self._event.wait(), min(left, 0.1))
             except TimeoutError:
@@ -97,7 +99,9 @@ class Handle:
         self.child.send(jobs.AddPeer(info))
         return (await self.report(jobs.PeerAdded, agent=info.agent)).error
 
-    def post(self, to: EngineInfo, rows: tuple[jobs.Rows, ...], size: int, *, slot: int = 0, recv: int = 0, worker: int = 1) -> int:
+    def post(
+        self, to: EngineInfo, rows: tuple[jobs.Rows, ...], size: int, *, slot: int = 0, recv: int = 0, worker: int = 1
+    ) -> int:
         self.serial += 1
         segment = Segment("room", 0, self.serial, recv, 1, to.incarnation, size, 0, (Piece(0, 0, 1, 0, 1),))
         address = to.slot_base + recv * to.slot_bytes

@@ -43,6 +43,7 @@ class Sidecar:
             "node.name": name,
             "node.runtime_dir": str(self.runtime),
             "admin.port": 0,
+            "bootstrap.listen": "tcp://127.0.0.1:*",
             "debug.hooks": "true",
             "log.level": "debug",
         } | {key.replace("__", "."): value for key, value in keys.items()}

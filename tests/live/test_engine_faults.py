@@ -18,7 +18,9 @@ import pytest
 from engines import SMALL, Handle, close, pair, pool_of, table
 
 from pdxfer.core import jobs
+from pdxfer.core.geometry import PoolSpec
 from pdxfer.core.jobs import Rows
+from pdxfer.core.worker import PlaneAt, PoolAt
 from pdxfer.engine.agent import metadata_digest
 from pdxfer.engine.settings import EngineSettings
 
@@ -190,7 +192,7 @@ def test_garbage_in_a_notification_is_counted_and_dropped() -> None:
 
     async def main() -> None:
         p, d = await pair()
-        vandal = subprocess.Popen(
+        vandal = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-c", textwrap.dedent(script), str(ROOT)], stdin=subprocess.PIPE, env=SMALL.environment()
         )
         assert vandal.stdin is not None
@@ -234,7 +236,9 @@ def test_removed_peer() -> None:
     asyncio.run(main())
 
 
-def test_without_nixl_the_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_nixl_the_engine_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name={name!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -272,6 +276,30 @@ def test_too_much_staging_memory_is_refused_by_name() -> None:
     asyncio.run(main())
 
 
+def test_memory_that_a_worker_takes_away_costs_one_engine_and_is_refused_then() -> None:
+    """Shared memory that cannot be sealed: the worker shrinks its file under the engine."""
+
+    async def main() -> None:
+        e = Handle("e")
+        await e.start()
+        fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+        os.ftruncate(fd, 8 * 4096)
+        at = PoolAt(PoolSpec("kv", "uint8", "x", 16, 1, 4096), 8, (PlaneAt(0, 0, 4096),))
+        e.child.send(jobs.MapPools(1, (at,), (8 * 4096,)), (fd,))
+        assert (await e.report(jobs.Mapped, worker=1)).error == ""
+        os.ftruncate(fd, 4096)
+        e.child.send(jobs.Copy(1, 4096, 1, (Rows(0, 0, 1, table([6])),), 1, (Rows(0, 0, 1, table([7])),)))
+        assert "SIGBUS" in await e.ended()
+        e.child.send(jobs.Expect(1))  # to a dead engine: nothing happens
+        await e.start(incarnation=2)
+        e.child.send(jobs.MapPools(1, (at,), (8 * 4096,)), (fd,))
+        assert "expected the 32768" in (await e.report(jobs.Mapped, worker=1)).error
+        os.close(fd)
+        await close(e)
+
+    asyncio.run(main())
+
+
 def test_a_stopped_engine_does_not_beat_and_close_ends_it() -> None:
     async def main() -> None:
         e = Handle("e")
@@ -284,7 +312,7 @@ def test_a_stopped_engine_does_not_beat_and_close_ends_it() -> None:
         assert e.child.heartbeat == beat
         await e.child.close(0.3)
         assert e.child.exit_status == -signal.SIGKILL
-        assert not Path(f"/proc/{pid}").exists()
+        assert _state(pid) == "gone"
         await e.start(incarnation=2)
         await close(e)
         assert e.child.exit_status == 0 and len(e.exits) == 1
@@ -339,7 +367,7 @@ def test_it_dies_with_its_parent() -> None:
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 5
-    while Path(f"/proc/{engine}").exists() and _state(engine) != "Z":
+    while _state(engine) not in ("Z", "gone"):  # a zombie, where nothing adopts orphans
         assert time.monotonic() < deadline, "the engine outlived its parent"
         time.sleep(0.02)
 
@@ -348,4 +376,4 @@ def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "Z"
+        return "gone"

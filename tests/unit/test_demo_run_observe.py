@@ -7,15 +7,26 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from pdxfer.demo.observe import Snapshot, away, baseline, difference, node_view, restarts, room_ends, worker_view
+from pdxfer.demo.observe import (
+    GatewayView,
+    Snapshot,
+    away,
+    baseline,
+    difference,
+    node_view,
+    restarts,
+    room_ends,
+    worker_view,
+)
 from pdxfer.metrics import Metrics
 
 
 def status(node: str, worker: str, **change: Any) -> dict[str, Any]:
+    pages = change.pop("pages", {worker: {"home": 100, "read": 0, "write": 0}})
     return {
+        "workers": [{"engine_id": name, "gone": False, "pages": states} for name, states in pages.items()],
         "node": node, "ready": True, "reasons": [], "incarnation": 5, "engine": {"pid": 77, "incarnation": 2},
-        "rooms": {"send": {"open": 0, "homing": 0}, "receive": {}}, "parked": 0,
-        "pages": {worker: {"home": 100, "read": 0, "write": 0}},
+        "rooms_by_state": {"send": {"open": 0, "homing": 0}, "receive": {}}, "parked_wants": 0,
         "slots": {"send": {"free": 4}, "receive": {"free": 4, "granted": 0}},
     } | change  # fmt: skip
 
@@ -29,7 +40,7 @@ def snapshot(
 ) -> Snapshot:
     workers = {n: worker_view(n, s) for n, s in (("prefill-0", prefill), ("decode-0", decode)) if s is not None}
     silent = {f"worker {n}": "no connection" for n, s in (("prefill-0", prefill), ("decode-0", decode)) if s is None}
-    return Snapshot(0.0, {"p": node_view(p), "d": node_view(d)}, workers, silent)
+    return Snapshot(0.0, {"p": node_view(p), "d": node_view(d)}, workers, GatewayView(0, {}), silent)
 
 
 def test_everything_home() -> None:
@@ -40,7 +51,7 @@ def test_everything_home() -> None:
 def test_what_is_away_is_counted_once_and_named() -> None:
     base = baseline(snapshot(status("p", "prefill-0"), status("d", "decode-0"), stats(), stats()))
     p = status(
-        "p", "prefill-0", rooms={"send": {"open": 2, "homing": 1}}, parked=1,
+        "p", "prefill-0", rooms_by_state={"send": {"open": 2, "homing": 1}}, parked_wants=1,
         pages={"prefill-0": {"home": 90, "read": 10, "write": 0}}, slots={"send": {"free": 3}, "receive": {"free": 4}},
     )  # fmt: skip
     d = status("d", "decode-0", slots={"send": {"free": 4}, "receive": {"quarantined": 4}})

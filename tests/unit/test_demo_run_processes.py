@@ -77,7 +77,7 @@ def test_gives_up_on_a_process_that_cannot_live(tmp_path: Path, monkeypatch: pyt
             Spec("worker", (sys.executable, "-c", "raise SystemExit(3)"), restart=True, ready=never)
         )
 
-        with pytest.raises(DemoError, match=r"worker is not up"):
+        with pytest.raises(DemoError, match="worker is not up"):
             await manager.wait_ready(["worker"], 20)
         assert running.exits == [3, 3, 3] and "exit code 3" in running.gave_up and said == [running.gave_up]
         await manager.stop()

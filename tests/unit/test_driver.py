@@ -75,7 +75,9 @@ def drive(test: Callable[[Callable[..., Driver], Parts, list[str]], Coroutine[An
 def test_an_event_caused_by_an_action_waits_its_turn() -> None:
     async def test(make: Any, parts: Parts, given_up: list[str]) -> None:
         node = FakeNode(
-            lambda e: [events.DropWorker(1), events.DropWorker(2)] if isinstance(e, events.Drain) else [events.DropWorker(3)]
+            lambda e: (
+                [events.DropWorker(1), events.DropWorker(2)] if isinstance(e, events.Drain) else [events.DropWorker(3)]
+            )
         )
         driver = make(node)
         parts.on["drop_worker"] = lambda id: driver.deliver(events.Tick()) if id == 1 else None

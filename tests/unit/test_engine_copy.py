@@ -42,14 +42,14 @@ def whole(pool: MappedPool) -> np.ndarray[Any, Any]:
 def cases(draw: st.DrawFn) -> tuple[dict[str, Any], list[Rows], int]:
     pages = draw(st.integers(1, 40))
     planes = draw(st.integers(1, 5))
-    shape = dict(
-        page_bytes=draw(st.sampled_from([1, 3, 8, 13, 64, 256, 257, 768, 1024, 4096])),
-        planes=planes,
-        pages=pages,
-        gap=draw(st.sampled_from([0, 0, 1, 8, 256, 768])),
-        offset=draw(st.sampled_from([0, 1, 8, 4096])),
-        layout=draw(st.sampled_from(["apart", "woven", "split"])),
-    )
+    shape = {
+        "page_bytes": draw(st.sampled_from([1, 3, 8, 13, 64, 256, 257, 768, 1024, 4096])),
+        "planes": planes,
+        "pages": pages,
+        "gap": draw(st.sampled_from([0, 0, 1, 8, 256, 768])),
+        "offset": draw(st.sampled_from([0, 1, 8, 4096])),
+        "layout": draw(st.sampled_from(["apart", "woven", "split"])),
+    }
     rows = []
     for _ in range(draw(st.integers(1, 3))):
         plane0 = draw(st.integers(0, planes - 1))
@@ -144,7 +144,9 @@ def test_bad_rows_touch_nothing() -> None:
     with pytest.raises(ValueError, match="page bytes"):
         copy.copy([pool], [good], [other], [Rows(0, 0, 1, table(0, 1))], 64)
     with pytest.raises(ValueError, match="1 rows to copy from, 2 to copy to"):
-        copy.copy([other], [Rows(0, 0, 1, table(0, 1))], [other], [Rows(0, 0, 1, table(0)), Rows(0, 0, 1, table(1))], 64)
+        copy.copy(
+            [other], [Rows(0, 0, 1, table(0, 1))], [other], [Rows(0, 0, 1, table(0)), Rows(0, 0, 1, table(1))], 64
+        )
     assert (whole(pool) == before).all()
 
 

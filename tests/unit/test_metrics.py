@@ -16,7 +16,7 @@ def status() -> dict[str, object]:
     services = {
         name: {"phase": "serving", "heartbeat_age_seconds": 0.5, "restarts": 0, "last_cause": ""} for name in SERVICES
     }
-    extra = {"services": services, "ready": True, "oldest_quarantined_seconds": 0.0}
+    extra = {"services": services, "ready": True, "oldest_quarantined_seconds": 0.0, "frames_dropped": 0}
     return Node("p", 5, "tcp://127.0.0.1:1", "0").snapshot() | extra
 
 

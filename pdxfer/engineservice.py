@@ -1,6 +1,6 @@
-"""The parts that can die, as the supervisor sees them: the engine child and the bootstrap thread.
+"""The engine child as the supervisor sees it.
 
-Owns: the adapters between those parts and ``supervisor.Service``. Must not: decide when to restart.
+Owns: the adapter between EngineChild and ``supervisor.Service``. Must not: decide when to restart.
 """
 
 from __future__ import annotations
