@@ -28,17 +28,15 @@ def rooms(
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from ._tables import add, new_console, new_table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = {"room": "room", "epoch": "epoch", "side": "side", "state": "state", "worker": "worker", "peer": "peer",
-               "age_seconds": "age s", "idle_seconds": "idle s", "pages": "pages", "bytes": "bytes"}  # fmt: skip
-    for key, title in columns.items():
-        table.add_column(
-            title, justify="left" if key in ("room", "side", "state", "worker", "peer") else "right", overflow="fold"
-        )
-    for room in found:
-        table.add_row(*(f"{room[key]:.2f}" if isinstance(room[key], float) else str(room[key]) for key in columns))
-    Console().print(table if found else "no rooms")
+    numbers = ("epoch", "age s", "idle s", "pages", "bytes")
+    table = new_table(
+        "", "room", "epoch", "side", "state", "worker", "peer", "age s", "idle s", "pages", "bytes", numbers=numbers
+    )
+    for r in found:
+        add(
+            table, r["room"], r["epoch"], r["side"], r["state"], r["worker"], r["peer"], f"{r['age_seconds']:.2f}",
+            f"{r['idle_seconds']:.2f}", r["pages"], r["bytes"],
+        )  # fmt: skip
+    new_console().print(table if found else "no rooms")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..cli import FAILED
 from . import _admin
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @click.command(epilog="Example: pdxfer status --admin 127.0.0.1:7970")
@@ -35,13 +32,15 @@ def status(as_json: bool, check: bool, admin: str | None, config_file: str | Non
 
 
 def _print(s: dict[str, Any]) -> None:
-    from rich.console import Console
+    from ._tables import new_console
 
-    console = Console(highlight=False, soft_wrap=True)
-    ready = "[green]ready[/]" if s["ready"] else "[red]not ready[/]: " + "; ".join(s["reasons"])
-    console.print(f"[bold]node {s['node']}[/]  {ready}{'  [yellow]draining[/]' if s['draining'] else ''}")
+    console = new_console()
     console.print(
-        f"  pdxfer {s['release']}, pid {s['pid']}, up {_age(s['uptime_seconds'])}, incarnation {s['incarnation']:x}, at {s['address']}"
+        f"node {s['node']}  {'ready' if s['ready'] else 'NOT READY: ' + '; '.join(s['reasons'])}", style="bold"
+    )
+    console.print(
+        f"  pdxfer {s['release']}, pid {s['pid']}, up {_age(s['uptime_seconds'])},"
+        f" incarnation {s['incarnation']:x}, at {s['address']}"
     )
     engine = s["engine"]
     if engine["up"]:
@@ -50,50 +49,58 @@ def _print(s: dict[str, Any]) -> None:
             f" slots of {engine['slot_bytes'] / 2**20:g} MiB"
         )
     else:
-        console.print(f"  engine [red]down[/] for {_age(engine['since_seconds'])}")
-    _services(console, s)
-    _rooms(console, s)
-    workers = _table("workers", "engine id", "role", "pid", "heard", "rooms", "pages home", "read", "write")
-    for w in s["workers"]:
-        workers.add_row(
-            w["engine_id"], w["role"], str(w["pid"]), f"{_age(w['silent_seconds'])} ago", str(w["rooms"]),
-            *(str(w["pages"].get(state, 0)) for state in ("home", "read", "write")),
-        )  # fmt: skip
-    console.print(workers if s["workers"] else "  no workers attached")
-    peers = _table("peers", "node", "state", "heard", "incarnation", "engine", "rooms")
-    for p in s["peers"]:
-        peers.add_row(
-            p["node"], p["state"], f"{_age(p['silent_seconds'])} ago", f"{p['incarnation']:x}",
-            f"{p['engine_incarnation']:x}" if p["engine_incarnation"] else "none", str(p["rooms"]),
-        )  # fmt: skip
-    console.print(peers if s["peers"] else "  no peers known")
+        console.print(f"  engine down for {_age(engine['since_seconds'])}", style="red")
+    for part in (_services(s), _rooms(s), _workers(s), _peers(s)):
+        console.print(part)
 
 
-def _services(console: Any, s: dict[str, Any]) -> None:
-    table = _table("services", "service", "phase", "heartbeat", "restarts", "last cause")
+def _services(s: dict[str, Any]) -> object:
+    from rich.text import Text
+
+    from ._tables import add, new_table
+
+    table = new_table("services", "service", "phase", "heartbeat", "restarts", "last cause", numbers=("restarts",))
     for name, service in s["services"].items():
-        colour = "green" if service["phase"] == "serving" else "red"
-        table.add_row(name, f"[{colour}]{service['phase']}[/]", f"{_age(service['heartbeat_age_seconds'])} ago",
-                      str(service["restarts"]), service["last_cause"])  # fmt: skip
-    console.print(table)
+        phase = Text(service["phase"], "green" if service["phase"] == "serving" else "red")
+        heartbeat = f"{_age(service['heartbeat_age_seconds'])} ago"
+        add(table, name, phase, heartbeat, service["restarts"], service["last_cause"])
+    return table
 
 
-def _rooms(console: Any, s: dict[str, Any]) -> None:
-    table = _table("rooms and slots", "side", "rooms by state", "oldest", "slots by state")
+def _rooms(s: dict[str, Any]) -> object:
+    from ._tables import add, new_table
+
+    table = new_table("rooms and slots", "side", "rooms by state", "oldest", "slots by state")
     for side in ("send", "receive"):
         rooms = ", ".join(f"{state} {n}" for state, n in s["rooms_by_state"][side].items() if n) or "none"
         slots = ", ".join(f"{state} {n}" for state, n in s["slots"][side].items() if n) or "none"
-        table.add_row(side, rooms, _age(s["oldest_room_seconds"][side]), slots)
-    console.print(table)
+        add(table, side, rooms, _age(s["oldest_room_seconds"][side]), slots)
+    return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
+def _workers(s: dict[str, Any]) -> object:
+    from ._tables import add, new_table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    if not s["workers"]:
+        return "  no workers attached"
+    numbers = ("pid", "rooms", "pages home", "read", "write")
+    table = new_table("workers", "engine id", "role", "heard", *numbers, numbers=numbers)
+    for w in s["workers"]:
+        pages = (w["pages"].get(state, 0) for state in ("home", "read", "write"))
+        add(table, w["engine_id"], w["role"], f"{_age(w['silent_seconds'])} ago", w["pid"], w["rooms"], *pages)
+    return table
+
+
+def _peers(s: dict[str, Any]) -> object:
+    from ._tables import add, new_table
+
+    if not s["peers"]:
+        return "  no peers known"
+    table = new_table("peers", "node", "state", "heard", "incarnation", "engine", "rooms", numbers=("rooms",))
+    for p in s["peers"]:
+        engine = f"{p['engine_incarnation']:x}" if p["engine_incarnation"] else "none"
+        heard = f"{_age(p['silent_seconds'])} ago"
+        add(table, p["node"], p["state"], heard, f"{p['incarnation']:x}", engine, p["rooms"])
     return table
 
 

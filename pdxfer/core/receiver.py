@@ -62,8 +62,12 @@ class Receiver:
                 return
             room.state = RecvRoom.WANTING
             send = st.sends.get((room.room, room.epoch))
+            tomb = st.tombstones.get((room.room, room.epoch, True))
             if send is not None and send.worker.engine_id == room.source:
                 self.local.match(send, room)
+            elif send is None and tomb is not None:
+                reason = "protocol_error" if tomb.reason == "done" else tomb.reason
+                self.ends.end(room, reason, tomb.detail or "the room was sent before")
             return
         st.emit(Resolve(room.source))
 

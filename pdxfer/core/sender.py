@@ -144,8 +144,8 @@ class Sender:
         if room is None:
             tomb = st.tombstones.get((want.room, want.epoch, True))
             if tomb is not None:
-                if tomb.reason != "done":
-                    self._refuse_want(peer, want, tomb.reason, tomb.detail)
+                reason = "protocol_error" if tomb.reason == "done" else tomb.reason
+                self._refuse_want(peer, want, reason, tomb.detail or "the room was sent before")
             elif st.draining:
                 self._refuse_want(peer, want, "shutdown", "prefill's sidecar is shutting down")
             elif key not in st.parked:

@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
-from urllib.parse import urlsplit
+
+from . import http1
+from .http1 import HttpError
 
 WORDS = (
     "river", "lamp", "winter", "bread", "engine", "garden", "letter", "music", "stone", "ticket", "window", "yellow", "quiet",
     "early", "seven", "paper", "ship", "cloud", "bridge", "market",
 )  # fmt: skip
-CONNECT_SECONDS = 10.0
 SESSION_SECONDS = 900.0
-
-
-class Broken(Exception):
-    """The connection ended before the answer did, or what came is no HTTP."""
 
 
 class Refused(Exception):
@@ -46,7 +44,7 @@ class Session:
 
     def __init__(self, number: int, gateway: str, model: str, prompt: str, max_tokens: int) -> None:
         self.number = number
-        self._url = urlsplit(gateway)
+        self._gateway = gateway
         self._ask = {
             "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0,
             "stream": True,
@@ -74,7 +72,7 @@ class Session:
             return self._end(state, str(found.get("code")), str(error), bool(found.get("retriable")))
         except TimeoutError:
             return self._end("failed", "client_timeout", f"no end within {SESSION_SECONDS:g} s")
-        except (OSError, Broken, ValueError, asyncio.IncompleteReadError) as error:
+        except (HttpError, ValueError) as error:
             return self._end("failed", "connection_lost", f"{type(error).__name__}: {error}", True)
 
     def _end(self, end: str, reason: str, detail: str = "", retriable: bool = False) -> bool:
@@ -85,78 +83,38 @@ class Session:
         return end == "done"
 
     async def _stream(self) -> str:
-        """The finish_reason. Raises Refused, Broken, OSError."""
+        """The finish_reason. Raises Refused, HttpError."""
         reason = ""
-        async for data in self._events():
-            if data == b"[DONE]":
-                if not reason:
-                    raise Broken("[DONE] without a finish_reason")
-                return reason
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise Refused(chunk["error"])
-            extension = chunk.get("pdxfer") or {}
-            self.room = extension.get("room", self.room)
-            self.kv_identical = extension.get("kv_identical", self.kv_identical)
-            new = len(extension.get("tokens", ()))
-            self.tokens += new
-            if new and (self.tokens == 1 or self.tokens % 8 == 0):
-                self.say("tokens", count=self.tokens, room=self.room)
-            for choice in chunk.get("choices", ()):
-                reason = choice.get("finish_reason") or reason
-        raise Broken("the stream ended without [DONE]")
+        async with contextlib.aclosing(self._events()) as events:
+            async for data in events:
+                if data == b"[DONE]":
+                    if not reason:
+                        raise HttpError("[DONE] without a finish_reason")
+                    return reason
+                reason = self._take(json.loads(data)) or reason
+        raise HttpError("the stream ended without [DONE]")
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        """The data of each server-sent event. Spoken by hand: eighty streams must cost little on a busy machine."""
-        host, port = self._url.hostname or "127.0.0.1", self._url.port or 80
-        async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port)
-        try:
-            body = json.dumps(self._ask).encode()
-            head = (
-                f"POST {self._url.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
-            await writer.drain()
-            status, headers = await _head(reader)
-            if status != 200:
-                raw = await reader.read()
-                raise Refused(_error(status, raw))
-            if headers.get("transfer-encoding") != "chunked":
-                raise Broken(f"the answer is not chunked: {headers}")
-            pending = b""
-            async for chunk in _chunks(reader):
-                *events, pending = (pending + chunk).split(b"\n\n")
-                for event in events:
-                    if event.startswith(b"data:"):
-                        yield event.removeprefix(b"data:").strip()
-        finally:
-            writer.close()
+    def _take(self, chunk: dict[str, Any]) -> str:
+        """Note what a chunk says; returns its finish_reason. Raises Refused."""
+        if "error" in chunk:
+            raise Refused(chunk["error"])
+        extension = chunk.get("pdxfer") or {}
+        self.room = extension.get("room", self.room)
+        self.kv_identical = extension.get("kv_identical", self.kv_identical)
+        new = len(extension.get("tokens", ()))
+        self.tokens += new
+        if new and (self.tokens == 1 or self.tokens % 8 == 0):
+            self.say("tokens", count=self.tokens, room=self.room)
+        return next((choice["finish_reason"] for choice in chunk.get("choices", ()) if choice.get("finish_reason")), "")
 
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    words = lines[0].split(" ", 2)
-    if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-        raise Broken(f"no HTTP: {lines[0][:80]!r}")
-    headers = {}
-    for line in lines[1:]:
-        name, sep, value = line.partition(":")
-        if sep:
-            headers[name.strip().lower()] = value.strip().lower()
-    return int(words[1]), headers
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        line = (await reader.readline()).strip()
-        if not line:
-            raise Broken("the connection closed in the middle of the stream")
-        size = int(line, 16)
-        if size == 0:
-            return
-        yield (await reader.readexactly(size + 2))[:-2]
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """The data of each server-sent event."""
+        async with http1.ask("POST", f"{self._gateway}/v1/chat/completions", json.dumps(self._ask).encode()) as answer:
+            if answer.status != 200:
+                raise Refused(_error(answer.status, await answer.read()))
+            async for event in answer.parts(b"\n\n"):
+                if event.startswith(b"data:"):
+                    yield event.removeprefix(b"data:").strip()
 
 
 def _error(status: int, raw: bytes) -> dict[str, Any]:
@@ -177,12 +135,9 @@ def prompt(seed: int, number: int) -> str:
 
 
 async def model_of(gateway: str) -> str:
-    """The name of the gateway's model."""
-    import httpx
-
-    async with httpx.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False) as http:
-        found = (await http.get(f"{gateway}/v1/models")).raise_for_status().json()
-    return str(found["data"][0]["id"])
+    """The name of the gateway's model. Raises HttpError."""
+    async with http1.ask("GET", f"{gateway}/v1/models") as answer:
+        return str(json.loads(await answer.read())["data"][0]["id"])
 
 
 async def run(gateway: str, sessions: int, max_tokens: int, seed: int) -> int:
@@ -199,7 +154,11 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    return asyncio.run(run(args.gateway.rstrip("/"), args.sessions, args.max_tokens, args.seed))
+    try:
+        return asyncio.run(run(args.gateway.rstrip("/"), args.sessions, args.max_tokens, args.seed))
+    except HttpError as error:
+        print(f"error: agent: the gateway {args.gateway} does not answer: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import httpx
-
+from . import http1
 from .ends import Failure
 
 log = logging.getLogger("pdxfer.demo")
@@ -44,9 +43,8 @@ class Backend:
 class Backends:
     """All of them."""
 
-    def __init__(self, http: httpx.AsyncClient, backends: Iterable[Backend]) -> None:
+    def __init__(self, backends: Iterable[Backend]) -> None:
         self.all: Sequence[Backend] = tuple(backends)
-        self._http = http
         self._turn = itertools.count()
 
     async def pick(self, role: str) -> Backend:
@@ -74,8 +72,12 @@ class Backends:
     async def check(self, backend: Backend) -> None:
         began = time.monotonic()
         try:
-            response = await self._http.get(f"{backend.url}/health", timeout=CHECK_TIMEOUT)
-        except httpx.TimeoutException:
+            async with (
+                asyncio.timeout(CHECK_TIMEOUT),
+                http1.ask("GET", f"{backend.url}/health", connect=CHECK_TIMEOUT) as answer,
+            ):
+                body = await answer.read()
+        except TimeoutError:
             backend.silent_since = backend.silent_since or began
             silent = time.monotonic() - backend.silent_since
             self._set(backend, f"no answer for {silent:.0f} s")
@@ -84,12 +86,14 @@ class Backends:
                 for tell in list(backend.lost):
                     tell(failure)
             return
-        except httpx.HTTPError as error:
+        except http1.HttpError as error:
             backend.silent_since = 0.0  # it is down: its requests have ended with their connections
-            self._set(backend, f"{type(error).__name__}: {error}")
+            self._set(backend, str(error))
             return
         backend.silent_since = 0.0
-        self._set(backend, "" if response.status_code == 200 else f"HTTP {response.status_code}: {response.text[:200]}")
+        self._set(
+            backend, "" if answer.status == 200 else f"HTTP {answer.status}: {body[:200].decode(errors='replace')}"
+        )
 
     def _set(self, backend: Backend, problem: str) -> None:
         if bool(problem) != bool(backend.problem):

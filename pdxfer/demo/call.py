@@ -17,29 +17,26 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import msgspec
 
+from . import http1
 from .backends import Backend
 from .ends import ABORTED, Failure
+from .http1 import HttpError
 
 log = logging.getLogger("pdxfer.demo")
 LONGEST = 900.0  # seconds of a whole request
 ABORT_TIMEOUT = 5.0
 LAST_WORD = 1.0  # seconds that the other worker's reason is waited for, when one says only "aborted"
-CALL_TIMEOUT = httpx.Timeout(None, connect=3.0, write=10.0)  # reading: bounded by LONGEST and by the health checks
 
 
 class Call:
     """``next`` gives tokens, then the end; ``close`` must be called, whatever happened."""
 
-    def __init__(
-        self, http: httpx.AsyncClient, prefill: Backend, decode: Backend, prompt: Sequence[int], max_tokens: int
-    ) -> None:
+    def __init__(self, prefill: Backend, decode: Backend, prompt: Sequence[int], max_tokens: int) -> None:
         self.room = uuid.uuid4().hex
         self.epoch = 0
         self.tokens: list[int] = []
-        self._http = http
         self._prefill = prefill
         self._decode = decode
         self._prompt = prompt
@@ -95,17 +92,19 @@ class Call:
             "max_tokens": self._max_tokens,
         }  # fmt: skip
         try:
-            async with self._http.stream("POST", f"{self._decode.url}/decode", json=ask, timeout=CALL_TIMEOUT) as response:
-                if response.status_code != 200:
-                    raise _failure(await response.aread())
-                async for line in response.aiter_lines():
+            async with http1.ask("POST", f"{self._decode.url}/decode", msgspec.json.encode(ask)) as answer:
+                if answer.status != 200:
+                    raise _failure(await answer.read())
+                async for line in answer.parts(b"\n"):
                     self._take(msgspec.json.decode(line))
-            raise Failure("worker_lost", f"{self._decode.engine_id} closed the connection before the answer was complete")
+            raise Failure(
+                "worker_lost", f"{self._decode.engine_id} closed the connection before the answer was complete"
+            )
         except Failure as failure:
             self._news.put_nowait(failure)
-        except httpx.HTTPError as error:
-            self._decode.failed(_why(error))
-            self._news.put_nowait(Failure("worker_lost", f"{self._decode.engine_id}: {_why(error)}"))
+        except HttpError as error:
+            self._decode.failed(str(error))
+            self._news.put_nowait(Failure("worker_lost", f"{self._decode.engine_id}: {error}"))
         except msgspec.MsgspecError as error:
             self._news.put_nowait(Failure("engine_error", f"{self._decode.engine_id} answered no JSON: {error}"))
 
@@ -123,13 +122,14 @@ class Call:
     async def _ask_prefill(self) -> dict[str, Any]:
         ask = {"room": self.room, "epoch": self.epoch, "tokens": self._prompt}
         try:
-            response = await self._http.post(f"{self._prefill.url}/prefill", json=ask, timeout=CALL_TIMEOUT)
-        except httpx.HTTPError as error:
-            self._prefill.failed(_why(error))
-            raise Failure("worker_lost", f"{self._prefill.engine_id}: {_why(error)}") from error
-        if response.status_code != 200:
-            raise _failure(response.content)
-        found: dict[str, Any] = response.json()
+            async with http1.ask("POST", f"{self._prefill.url}/prefill", msgspec.json.encode(ask)) as answer:
+                body = await answer.read()
+        except HttpError as error:
+            self._prefill.failed(str(error))
+            raise Failure("worker_lost", f"{self._prefill.engine_id}: {error}") from error
+        if answer.status != 200:
+            raise _failure(body)
+        found: dict[str, Any] = msgspec.json.decode(body)
         return found
 
     def _prefill_done(self, task: asyncio.Task[dict[str, Any]]) -> None:
@@ -171,9 +171,13 @@ class Call:
     async def _abort(self, backend: Backend) -> None:
         ask = {"room": self.room, "epoch": self.epoch, "detail": "the client went away or the request failed"}
         try:
-            await self._http.post(f"{backend.url}/abort", json=ask, timeout=ABORT_TIMEOUT)
-        except httpx.HTTPError as error:
-            log.info("room %s: abort at %s: %s; its own deadlines end it", self.room, backend.engine_id, _why(error))
+            async with asyncio.timeout(ABORT_TIMEOUT):
+                async with http1.ask("POST", f"{backend.url}/abort", msgspec.json.encode(ask)) as answer:
+                    await answer.read()
+        except (HttpError, TimeoutError) as error:
+            log.info(
+                "room %s: abort at %s: %s; its own deadlines end it", self.room, backend.engine_id, error or "no answer"
+            )
 
 
 def _failure(body: bytes) -> Failure:
@@ -181,7 +185,3 @@ def _failure(body: bytes) -> Failure:
         return Failure.of_json(msgspec.json.decode(body)["error"])
     except (msgspec.MsgspecError, KeyError, TypeError):
         return Failure("engine_error", f"a worker answered {body[:200]!r}, expected an error object")
-
-
-def _why(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -83,7 +83,9 @@ class DecodeWorker(Worker):
         try:
             aux = msgspec.msgpack.decode(raw, type=Aux)
         except msgspec.MsgspecError as error:
-            raise Failure("engine_error", f"aux of {len(raw)} bytes from {ask.source} is not understood: {error}") from error
+            raise Failure(
+                "engine_error", f"aux of {len(raw)} bytes from {ask.source} is not understood: {error}"
+            ) from error
         if aux.length != ask.length:
             raise Failure("engine_error", f"{ask.source} computed {aux.length} tokens, this request has {ask.length}")
         seq.length, seq.seed, seq.tokens = aux.length, aux.seed, [aux.token]

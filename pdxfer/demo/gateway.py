@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -61,11 +60,10 @@ class Text:
 class Gateway:
     """Everything behind the routes."""
 
-    def __init__(self, model: str, chat: Chat, http: httpx.AsyncClient, backends: Iterable[Backend]) -> None:
+    def __init__(self, model: str, chat: Chat, backends: Iterable[Backend]) -> None:
         self.model = model
         self.chat = chat
-        self.http = http
-        self.backends = Backends(http, backends)
+        self.backends = Backends(backends)
         self.ended: Counter[str] = Counter()
         self._calls: set[Call] = set()
         self._draining = False
@@ -85,7 +83,7 @@ class Gateway:
                 raise Failure("model_not_found", f"there is no model {ask.model[:100]!r}, only {self.model!r}")
             prompt = self.chat.encode(ask.messages)
             prefill, decode = await self.backends.pick("prefill"), await self.backends.pick("decode")
-            call = Call(self.http, prefill, decode, prompt, ask.max_tokens)
+            call = Call(prefill, decode, prompt, ask.max_tokens)
             self._calls.add(call)
             return await self._answer(request, ask, call)
         except Failure as failure:
@@ -104,7 +102,10 @@ class Gateway:
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         return answer(
-            {"object": "list", "data": [{"id": self.model, "object": "model", "created": self._began, "owned_by": "pdxfer"}]}
+            {
+                "object": "list",
+                "data": [{"id": self.model, "object": "model", "created": self._began, "owned_by": "pdxfer"}],
+            }
         )
 
     async def health(self, request: Request) -> Response:
@@ -116,7 +117,12 @@ class Gateway:
         """GET /stats"""
         workers = {b.engine_id: {"role": b.role, "url": b.url, "problem": b.problem} for b in self.backends.all}
         return answer(
-            {"active": len(self._calls), "aborting": len(self._going_on), "requests": dict(self.ended), "workers": workers}
+            {
+                "active": len(self._calls),
+                "aborting": len(self._going_on),
+                "requests": dict(self.ended),
+                "workers": workers,
+            }
         )
 
     # one answer ----------------------------------------------------------------------------------------------------
@@ -196,7 +202,6 @@ def application(gateway: Gateway) -> Starlette:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await gateway.close()
-        await gateway.http.aclose()
 
     routes = [
         Route("/v1/chat/completions", gateway.completions, methods=["POST"]),
@@ -205,10 +210,6 @@ def application(gateway: Gateway) -> Starlette:
         Route("/stats", gateway.stats),
     ]
     return Starlette(routes=routes, lifespan=life)
-
-
-def http_client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), trust_env=False)
 
 
 def backends(role: str, found: Sequence[str]) -> list[Backend]:
@@ -225,8 +226,12 @@ def backends(role: str, found: Sequence[str]) -> list[Backend]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pdxfer.demo.gateway", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--prefill", action="append", required=True, metavar="ID=URL", help="may be given more than once")
-    parser.add_argument("--decode", action="append", required=True, metavar="ID=URL", help="may be given more than once")
+    parser.add_argument(
+        "--prefill", action="append", required=True, metavar="ID=URL", help="may be given more than once"
+    )
+    parser.add_argument(
+        "--decode", action="append", required=True, metavar="ID=URL", help="may be given more than once"
+    )
     parser.add_argument("--model", choices=ENGINES, required=True)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
@@ -242,7 +247,7 @@ def main() -> int:
         return 1
 
     async def run() -> None:
-        gateway = Gateway(args.model, chat, http_client(), workers)
+        gateway = Gateway(args.model, chat, workers)
         await listen(application(gateway), args.port, gateway.drain)
 
     asyncio.run(run())

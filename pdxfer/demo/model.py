@@ -41,7 +41,9 @@ def gguf_file() -> Path:
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise ModelMissing(f"the demo's model {NAME} is in the package {PACKAGE}, which is not installed; {advice}") from None
+        raise ModelMissing(
+            f"the demo's model {NAME} is in the package {PACKAGE}, which is not installed; {advice}"
+        ) from None
     found = [Path(str(package.locate_file(file))) for file in package.files or () if file.suffix == ".gguf"]
     whole = [path for path in found if path.is_file()]
     if not whole:
@@ -135,7 +137,9 @@ def _libraries() -> tuple[Any, Any]:
         import torch
         import transformers
     except ImportError as error:
-        raise ModelMissing(f"the demo's engine needs torch and transformers ({error}); install `pdxfer[demo]`") from error
+        raise ModelMissing(
+            f"the demo's engine needs torch and transformers ({error}); install `pdxfer[demo]`"
+        ) from error
     return torch, transformers
 
 

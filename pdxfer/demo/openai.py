@@ -58,7 +58,8 @@ def parse(raw: bytes) -> Chat:
     for field, neutral in NEUTRAL.items():
         if field in body and body[field] not in neutral:
             raise Failure(
-                "unsupported", f"{field} is {str(body[field])[:100]!r}, but this service answers greedily; leave {field} out"
+                "unsupported",
+                f"{field} is {str(body[field])[:100]!r}, but this service answers greedily; leave {field} out",
             )
     model = body.get("model")
     if not isinstance(model, str):

@@ -41,9 +41,7 @@ class Chat:
         """The text of an answer, without the token that ends it."""
         if self.tokenizer is None:
             return bytes(tokens).decode(errors="replace")
-        return str(
-            self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def answers(engine: str, dtype: str, questions: Sequence[Mapping[str, Any]], threads: int) -> list[dict[str, Any]]:

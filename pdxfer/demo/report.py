@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 
@@ -195,7 +196,7 @@ class Report:
         temporary.replace(path)
 
 
-COLUMNS = ("fault", "sessions hit", "how each ended", "recovery s", "pages leaked", "slots leaked", "wrong bytes", "")
+COLUMNS = ("fault", "sessions hit", "how each ended", "seconds to recovery", "pages leaked", "slots leaked", "wrong bytes", "")
 
 
 def ended_text(item: Round) -> str:
@@ -227,7 +228,7 @@ def row(item: Round) -> tuple[str, ...]:
 
 def table(report: Report) -> Table:
     """The table for a terminal."""
-    out = Table(title="pdxfer demo", title_justify="left")
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(COLUMNS):
         out.add_column(name, justify="right" if 3 <= index <= 6 else "left", overflow="fold")
     for item in report.rounds:

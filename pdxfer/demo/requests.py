@@ -204,7 +204,8 @@ class Worker:
         """Pages for so many tokens. Raises Failure."""
         if tokens > self.engine.context:
             raise Failure(
-                "context_length_exceeded", f"the request needs {tokens} tokens of context, this model has {self.engine.context}"
+                "context_length_exceeded",
+                f"the request needs {tokens} tokens of context, this model has {self.engine.context}",
             )
         try:
             return await self.pages.take(-(-tokens // self.engine.page_tokens), self.admission)

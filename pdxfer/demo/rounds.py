@@ -249,7 +249,8 @@ class Rounds:
         item.failed = sum(session.end == "failed" for session in sessions)
         item.unresolved = item.sessions - item.done - item.aborted - item.failed
         for session in sessions:
-            item.ends[session.reason] = item.ends.get(session.reason, 0) + 1
+            reason = session.reason if session.end == "failed" else session.end
+            item.ends[reason or "no_end"] = item.ends.get(reason or "no_end", 0) + 1
         item.hit = sum(session.began <= struck < session.ended for session in sessions)
         if item.injected and not item.hit:
             item.problems.append("no session was under way when the fault struck")

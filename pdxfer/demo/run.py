@@ -38,6 +38,7 @@ from .system import DECODE, System
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 LOAD_SESSIONS = 16
+NARROWEST = 118  # columns of the table where there is no terminal to ask
 REFERENCE_DEADLINE = 120.0  # seconds
 QUICK = Pace(probe_timeout=10.0, probe_deadline=30.0, home_deadline=15.0, agent_deadline=45.0)
 FULL = Pace(probe_timeout=40.0, probe_deadline=90.0, home_deadline=30.0, agent_deadline=120.0, load_deadline=60.0)
@@ -253,7 +254,9 @@ def versions() -> dict[str, str]:
 
 def main(options: Options) -> int:
     """Run the demo; returns the exit code."""
-    console = Console(stderr=False)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=NARROWEST)
     display = Display(console)
     for path in (options.json, options.html):
         if path is not None and not path.absolute().parent.is_dir():

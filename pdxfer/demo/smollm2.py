@@ -28,7 +28,9 @@ CONTEXT: Final = 2048  # the model can do 8192; on a few CPU cores nobody wants 
 class PagedCache(Cache):
     """The cache of one forward. ``read[b]`` are the pages of request b, ``write`` the rows (page × token) of the new tokens."""
 
-    def __init__(self, planes: Seq[torch.Tensor], scratch: torch.Tensor, read: torch.Tensor, write: torch.Tensor) -> None:
+    def __init__(
+        self, planes: Seq[torch.Tensor], scratch: torch.Tensor, read: torch.Tensor, write: torch.Tensor
+    ) -> None:
         super().__init__(layers=[])
         self._planes = planes
         self._scratch = scratch
@@ -131,5 +133,10 @@ class SmolLM2Engine:
         with torch.inference_mode():
             cache = PagedCache(self._planes, self._scratch, read, write)
             return self._model(
-                input_ids=tokens, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=1
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
             ).logits

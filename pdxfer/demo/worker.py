@@ -86,7 +86,9 @@ def application(engine_id: str, worker: Worker) -> Starlette:
 
     async def health(request: Request) -> Response:
         if worker.sidecar.connected:
-            return answer({"ok": True, "engine_id": engine_id, "node": worker.sidecar.node, "engine": worker.engine.name})
+            return answer(
+                {"ok": True, "engine_id": engine_id, "node": worker.sidecar.node, "engine": worker.engine.name}
+            )
         return answer({"ok": False, "problem": f"no sidecar: {worker.sidecar.problem}"}, 503)
 
     async def stats(request: Request) -> Response:
@@ -143,7 +145,13 @@ async def serve(args: argparse.Namespace, engine: Engine) -> None:
 async def listen(app: Starlette, port: int, on_exit: Callable[[], None]) -> None:
     """Serve on loopback until SIGTERM or SIGINT."""
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=3, backlog=1024
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=3,
+        backlog=1024,
     )
     loop = asyncio.get_running_loop()
 
@@ -181,7 +189,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="that the model computes with")
     parser.add_argument("--max-batch", type=int, default=64, help="requests in a decode step")
     parser.add_argument("--admission", type=float, default=120.0, help="seconds that a request waits for pages")
-    parser.add_argument("--attach-timeout", type=float, default=60.0, help="seconds to wait for the sidecar at the start")
+    parser.add_argument(
+        "--attach-timeout", type=float, default=60.0, help="seconds to wait for the sidecar at the start"
+    )
     return parser
 
 

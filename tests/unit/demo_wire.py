@@ -20,7 +20,7 @@ class Wire:
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
-        self.damage = False  # turn a bit of each room's last page on its way
+        self.damage = False  # turn a bit of the last page of each pool on its way
         self.ended: set[Key] = set()
         self.sends: dict[Key, Side] = {}
         self.receives: dict[Key, Side] = {}
@@ -155,4 +155,3 @@ class FakeSidecar:
         table[side.key] = side
         await asyncio.sleep(0)
         self.wire.look(side.key)
-

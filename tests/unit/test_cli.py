@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,62 @@ def test_a_published_address_of_a_dead_sidecar_is_not_used(tmp_path: Path) -> No
     (tmp_path / "admin.json").write_text(json.dumps({"host": "127.0.0.1", "port": 1, "pid": child.pid}))
     result = call("status", env={"PDXFER_NODE_RUNTIME_DIR": str(tmp_path), "PDXFER_ADMIN_PORT": "2"})
     assert "127.0.0.1:2" in result.output
+
+
+# keygen and doctor ---------------------------------------------------------------------------------------------------
+
+
+def test_keygen_makes_a_private_file_once(tmp_path: Path) -> None:
+    file = tmp_path / "node.key"
+    public = call("keygen", str(file)).output.strip()
+    assert len(public) == 40
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert call("keygen", "--show", str(file)).output.strip() == public
+    assert json.loads(call("keygen", "--show", "--json", str(file)).output) == {"file": str(file), "public": public}
+    again = call("keygen", str(file))
+    assert again.exit_code == 1
+    assert "exists already" in again.output
+    file.chmod(0o644)
+    assert "mode 0644, expected 0600" in call("keygen", "--show", str(file)).output
+
+
+def checks(*args: str, env: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    result = call("doctor", "--json", *args, env=env)
+    return result.exit_code, {finding["check"]: finding for finding in json.loads(result.output)}
+
+
+def test_doctor_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdxfer.commands.doctor._nixl", lambda: iter(()))  # 2 s; the live tests load it all the time
+    (tmp_path / "key").write_text("nonsense")
+    (tmp_path / "key").chmod(0o600)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        env = {
+            "PDXFER_NODE_RUNTIME_DIR": str(tmp_path),
+            "PDXFER_ADMIN_PORT": "0",
+            "PDXFER_BOOTSTRAP_LISTEN": f"tcp://127.0.0.1:{port}",
+            "PDXFER_BOOTSTRAP_KEY_FILE": str(tmp_path / "key"),
+            "PDXFER_ENGINE_SEND_SLOTS": "4096",
+            "PDXFER_ENGINE_SLOT_BYTES": str(64 << 20),
+        }
+        code, found = checks(env=env)
+    assert code == 1
+    assert found["configuration"]["level"] == "ok"
+    assert found["zmq"]["level"] == "ok"
+    assert found["running sidecar"]["level"] == "warn"
+    assert "is no key file" in found["key"]["found"]
+    assert (found["bootstrap.listen"]["level"], f"127.0.0.1:{port}" in found["bootstrap.listen"]["found"]) == (
+        "fail",
+        True,
+    )
+    assert found["memory"]["level"] == "fail"
+
+
+def test_doctor_of_a_wrong_configuration_checks_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdxfer.commands.doctor._nixl", lambda: iter(()))
+    code, found = checks(env={"PDXFER_LIMITS_MAX_ROOMS": "x"})
+    assert code == 1
+    assert "limits.max_rooms" in found["configuration"]["found"]
+    assert found["python"]["level"] == "ok"

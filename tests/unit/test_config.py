@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,22 @@ def test_a_remote_admin_must_be_asked_for() -> None:
     assert load(environ={}, flags=given).config.admin.host == "0.0.0.0"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ('[{"node": "a", "adress": "x"}]', ["registry.nodes[0]: unknown key 'adress'", "did you mean address?"]),
+        ('[{"node": "a"}]', ["registry.nodes[0]", "address"]),
+        ('[{"node": 3, "address": "x", "public_key": "y"}]', ["registry.nodes[0].node: expected str, found 3"]),
+        ("[{]", ["registry.nodes", "as JSON", "'[{]'"]),
+        ('[{"node": "a", "address": "udp://x", "public_key": "y"}]', ["registry.nodes[0].address", "tcp://HOST:PORT"]),
+    ],
+)
+def test_what_is_wrong_inside_a_list_is_named_with_its_place(nodes: str, words: list[str]) -> None:
+    (found,) = problems(flags={"registry.nodes": nodes})
+    for word in [*words, "flag --registry-nodes"]:
+        assert word in found
+
+
 def test_types_in_the_file_are_strict(toml: Any) -> None:
     (found,) = problems(toml('[limits]\nmax_rooms = "20"\n'))
     assert "limits.max_rooms: expected int, found '20' (file" in found
@@ -146,9 +163,13 @@ def test_a_file_that_is_missing_or_not_toml(toml: Any, tmp_path: Path) -> None:
     assert "not TOML" in problems(tmp_path / "binary.toml")[0]
 
 
-def test_the_example_configuration_is_valid_and_shows_every_table() -> None:
+def test_the_example_configuration_shows_every_table_and_the_true_defaults(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "deploy" / "pdxfer.toml"
     load(path, environ={})
     text = path.read_text()
+    shown = re.sub(r"(?m)^# (?=\w+ = (?!\[$))", "", text)  # with its commented defaults in force
+    (tmp_path / "shown.toml").write_text(shown)
+    assert config.differences(load(tmp_path / "shown.toml", environ={}).config, load(environ={}).config) == []
+    assert len(re.findall(r"(?m)^\w+ = ", shown)) > 30
     for table in msgspec.structs.fields(config.Config):
         assert f"[{table.name}]" in text

@@ -73,7 +73,9 @@ def test_answers_are_those_of_one_process(engine: Any, prompts: list[list[int]])
         running = [seq for seq in running if seq.last not in engine.ends and len(seq.tokens) < tokens]
     for seq, prompt in zip(batch, prompts, strict=True):
         assert seq.tokens == generate(engine, prompt, tokens)
-    assert len({len(seq.tokens) for seq in batch}) > 1, "requests of different lengths leave the batch at different times"
+    assert len({len(seq.tokens) for seq in batch}) > 1, (
+        "requests of different lengths leave the batch at different times"
+    )
 
 
 def test_a_request_does_not_depend_on_its_company_or_its_pages(engine: Any, prompts: list[list[int]]) -> None:

@@ -70,7 +70,7 @@ class Fake:
         self.metrics = {name: Metrics(name, 1, "0", ("engine", "bootstrap")) for name in ("p", "d")}
         self.free = {"prefill-0": 100, "decode-0": 100}
         self.slots = 4
-        self.active = 0
+        self.active = self.expected = 0
         self.requests: Counter[str] = Counter()
         self.wrong = 0
         self.text = "ab"
@@ -82,7 +82,7 @@ class Fake:
 
     def agent(self, number: int, sessions: int, max_tokens: int) -> Spec:
         name = f"agent {number}"
-        self.active = sessions if self.load else 0
+        self.expected = sessions if self.load else 0
         return Spec(name, (sys.executable, "-c", AGENT, "", json.dumps(self.ends)), stdout=self.agent_output(name))
 
     def agent_output(self, name: str) -> Path:
@@ -106,12 +106,14 @@ class Fake:
             return httpx.Response(200, json={})
         if host == "gateway" and path == "/stats":
             agents = [r for r in self.manager.running.values() if r.spec.name.startswith("agent")]
+            if self.expected and self.agent_output(agents[-1].spec.name).read_bytes().count(b"start") == self.expected:
+                self.active, self.expected = self.expected, 0
             if self.active and agents and not agents[-1].pid:  # it was killed or has ended: its requests end
                 self.requests["aborted"] += self.active
                 self.active = 0
             return httpx.Response(200, json={"active": self.active, "aborting": 0, "requests": self.requests})
         if path == "/stats":
-            stats = {"pages_free": self.free[host], "pages_total": 100, "rooms_open": 0, "wrong_bytes": self.wrong}
+            stats = {"pages_free": self.free[host], "pages_total": 100, "rooms_open": 0, "wrong_bytes": self.wrong if self.requests else 0}
             return httpx.Response(200, json=stats)
         assert path == "/v1/chat/completions"
         chunks: list[Any] = [

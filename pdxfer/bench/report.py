@@ -1,0 +1,63 @@
+"""The result for people and as JSON.
+
+Owns: the table and its words. Must not: measure.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .run import WAYS, Figures, Outcome, Result
+
+
+def show(result: Result, console: Console) -> None:
+    """Print everything."""
+    m = result.machine
+    console.print(
+        f"pdxfer {m['pdxfer']}, NIXL {m['nixl']}, UCX_TLS {m['tls']}, slots of {m['slot_bytes'] / 2**20:g} MiB;"
+        f" {m['processor']}, {m['cores']} cores, load before the start {m['load_before']}"
+    )
+    for outcome in result.outcomes:
+        console.print(_table(outcome))
+        if outcome.one_page is not None:
+            one = outcome.one_page
+            console.print(
+                f"A room of one page ({outcome.page_bytes * outcome.planes / 1024:g} KiB in {outcome.planes} planes), one at a time:"
+                f" p50 {one.p50_ms:.2f} ms, p99 {one.p99_ms:.2f} ms."
+            )
+        console.print(
+            f"Checked: all bytes of {outcome.rooms_checked_whole} rooms and {outcome.cells_checked} pages in all, none wrong;"
+            f" plain NIXL: all bytes of {outcome.transfers_checked} transfers."
+        )
+    console.print(
+        "[dim]one descriptor: one WRITE of a room's bytes in one piece, the limit. descriptor per page: one WRITE of the scattered"
+        " pages, as engines do. pdxfer: rooms through two sidecars, gathered, written, digested twice, scattered.[/dim]"
+    )
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(
+        title=f"pages of {outcome.page_bytes} bytes, rooms of {outcome.room_bytes / 2**20:g} MiB"
+        f" ({outcome.pages} pages in {outcome.planes} planes: {outcome.pages * outcome.planes} scattered places)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("at a time", justify="right")
+    table.add_column("way")
+    for column in ("GB/s", "rooms/s", "p50 ms", "p99 ms", "× per page", "of the limit"):
+        table.add_column(column, justify="right")
+    for concurrency in sorted({f.concurrency for f in outcome.figures}):
+        limit, per_page = (outcome.of(way, concurrency).gigabytes_per_second for way in WAYS[1:])
+        for way in WAYS:
+            table.add_row(*_row(outcome.of(way, concurrency), limit, per_page), end_section=way == WAYS[-1])
+    return table
+
+
+def _row(f: Figures, limit: float, per_page: float) -> list[str]:
+    rate = f.gigabytes_per_second
+    return [
+        str(f.concurrency), f.way, f"{rate:.2f}", f"{f.rooms_per_second:.0f}", f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}",
+        f"{rate / per_page:.2f}", f"{rate / limit:.0%}",
+    ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""Two sidecars for the measurement: "p" with the prefill worker, "d" with the decode worker.
+
+Owns: their directory, keys and command lines. Must not: change a default that a deployment would have; PDXFER_… variables of the caller
+reach them, so that settings can be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from pdxfer.bootstrap import keys
+from pdxfer.demo.processes import Manager, Spec
+
+from .rooms import PREFILL
+
+START = 60.0  # seconds
+
+
+class Sidecars:
+    """Both, and how to reach them."""
+
+    def __init__(self, tls: str) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="pdxfer-bench-"))
+        self.manager = Manager(self.directory)
+        self._environment = {"UCX_TLS": tls} if tls else {}
+
+    async def start(self) -> None:
+        """Raises DemoError when one does not come up."""
+        pairs = {}
+        for node in "pd":
+            pairs[node] = keys.generate()
+            keys.save(self.directory / f"{node}.key", pairs[node])
+        await self._start("p", "--bootstrap-authorized-keys", json.dumps([pairs["d"].public]))
+        entry = {
+            "node": "p",
+            "address": (await self.status("p"))["address"],
+            "public_key": pairs["p"].public,
+            "engines": [PREFILL],
+        }
+        await self._start("d", "--registry-nodes", json.dumps([entry]))
+
+    async def _start(self, node: str, *flags: str) -> None:
+        spec = Spec(
+            f"sidecar {node}",
+            (
+                sys.executable, "-m", "pdxfer", "serve", "--node-name", node, "--node-runtime-dir", str(self.directory / node),
+                "--admin-port", "0", "--bootstrap-listen", "tcp://127.0.0.1:0",
+                "--bootstrap-key-file", str(self.directory / f"{node}.key"), *flags,
+            ),
+            lambda: self._ready(node),
+            "`pdxfer doctor` checks what a sidecar needs (NIXL, shared memory, ports).",
+            environment=self._environment,
+        )  # fmt: skip
+        await self.manager.start(spec)
+        await self.manager.wait_ready([spec.name], START)
+
+    def socket(self, node: str) -> str:
+        return str(self.directory / node / "worker.sock")
+
+    async def status(self, node: str) -> dict[str, Any]:
+        return await asyncio.to_thread(self._ask, node, "/status")
+
+    async def _ready(self, node: str) -> str:
+        try:
+            await asyncio.to_thread(self._ask, node, "/readyz")
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def _ask(self, node: str, path: str) -> dict[str, Any]:
+        admin = json.loads((self.directory / node / "admin.json").read_text())
+        with urllib.request.urlopen(f"http://{admin['host']}:{admin['port']}{path}", timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    async def close(self) -> list[str]:
+        """Returns what went wrong with it."""
+        problems = await self.manager.stop()
+        shutil.rmtree(self.directory)
+        return problems

@@ -1,0 +1,112 @@
+"""``pdxfer bench``: rooms between two sidecars against plain NIXL, measured in the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..cli import FAILED, Failure
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+class _Sizes(click.ParamType):
+    """One or more sizes in bytes: "16384", "8M", "4K,16K,64K"."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        out = []
+        for part in str(value).split(","):
+            match = re.fullmatch(r"(\d+)([kmg]?)(?:i?b)?", part.strip().lower())
+            if match is None or not int(match[1]):
+                self.fail(f"{part!r} is no size; write for example 16384, 16K or 8M", param, ctx)
+            out.append(int(match[1]) * _UNITS[match[2]])
+        return tuple(out)
+
+
+class _Counts(click.ParamType):
+    """One or more positive numbers: "1,80"."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if not all(part.strip().isdecimal() and 0 < int(part) <= 10_000 for part in parts):
+            self.fail(f"{value!r}: expected numbers from 1 to 10000, for example 1,80", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+@click.command(
+    epilog="Example: pdxfer bench --page-bytes 4K,16K --concurrency 1,80 --tls tcp --json out.json\n\n"
+    "The sidecars take PDXFER_<TABLE>_<KEY> from the environment, so settings can be compared:"
+    " PDXFER_ENGINE_SLOT_BYTES=4194304 pdxfer bench"
+)
+@click.option(
+    "--concurrency", type=_Counts(), default="1,80", show_default=True, help="Rooms that are under way at a time."
+)
+@click.option("--page-bytes", type=_Sizes(), default="16K", show_default=True, help="Bytes of a page in one plane.")
+@click.option(
+    "--planes",
+    "--layers",
+    type=click.IntRange(1, 1024),
+    default=32,
+    show_default=True,
+    help="Planes (layers) of the pool.",
+)
+@click.option(
+    "--room-bytes", type=_Sizes(), default="8M", show_default=True, help="Bytes of a room, rounded to whole pages."
+)
+@click.option(
+    "--rooms", type=click.IntRange(0), default=0, show_default=True, help="Rooms of a batch; 0: 1 GiB of them."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="How often the ways take turns."
+)
+@click.option(
+    "--tls", default="tcp", show_default=True, help="UCX_TLS for all, for example tcp or cma,tcp; empty: UCX chooses."
+)
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the result as JSON.",
+)
+def bench(
+    concurrency: tuple[int, ...], page_bytes: tuple[int, ...], planes: int, room_bytes: tuple[int, ...], rooms: int, rounds: int,
+    tls: str, json_file: Path | None,
+) -> None:  # fmt: skip
+    """Measure rooms between two sidecars on this machine against plain NIXL.
+
+    Prints GB/s, rooms/s and percentiles of a room, beside one NIXL WRITE of one descriptor of the same bytes (the limit) and one NIXL
+    WRITE with a descriptor per page (what engines do without pdxfer). The three take turns, and bytes are checked.
+    """
+    from rich.console import Console
+
+    from ..bench import report, run
+    from ..bench.child import BenchError
+    from ..demo.processes import DemoError
+
+    options = run.Options(page_bytes, planes, room_bytes, concurrency, rooms, rounds=rounds, tls=tls)
+    console = Console(highlight=False)
+    progress = Console(stderr=True, highlight=False)
+    try:
+        with progress.status("pdxfer bench") as status:
+            result = asyncio.run(run.run(options, lambda text: status.update(f"{text} …")))
+    except (BenchError, DemoError) as error:
+        raise Failure(str(error), FAILED) from None
+    except KeyboardInterrupt:
+        raise Failure("ended by ^C; every process is gone", 130) from None
+    report.show(result, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n", encoding="utf-8")
