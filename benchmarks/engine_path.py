@@ -16,6 +16,7 @@ import multiprocessing as mp
 import os
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,12 @@ def plain(settings: EngineSettings, size: int, page: int, repeat: int) -> dict[s
     return {name: times[1:] for name, times in found.items()}  # the first one pays for the connection
 
 
+def _burnt(pid: int | None) -> float:
+    """Seconds of processor time."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Staged:
     """Two engines, and a window of slots that are sent, scattered and used again."""
 
@@ -119,7 +126,7 @@ class Staged:
         self.left = 0
         self.free_send: list[int] = []
         self.free_recv: list[int] = []
-        self.sent: set[int] = set()
+        self.burnt = [0.0, 0.0]
 
     def on_exit(self, detail: str) -> None:
         if self.left:
@@ -186,6 +193,7 @@ class Staged:
         self.b.send(jobs.Expect(self.window))
         self.free_send, self.free_recv = list(range(self.window)), list(range(self.window))
         times = []
+        before = [_burnt(child.pid) for child in (self.a, self.b)]
         for _ in range(repeat + 1):
             source = rng.permutation(self.pages).astype("<u4")
             target = rng.permutation(self.pages).astype("<u4")
@@ -198,7 +206,8 @@ class Staged:
             await self.until(lambda: not self.left)
             times.append(time.perf_counter() - began)
             assert (pools[1].pages()[0][target] == pools[0].pages()[0][source]).all(), "wrong bytes"
-        await asyncio.sleep(1.1)
+        self.burnt = [_burnt(child.pid) - had for child, had in zip((self.a, self.b), before, strict=True)]
+        await asyncio.sleep(1.1)  # for the last counters
         await self.a.close(5)
         await self.b.close(5)
         return times[1:]
@@ -212,7 +221,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--slot-kib", type=int, nargs="*", default=[EngineSettings().slot_bytes >> 10])
     parser.add_argument("--window", type=int, nargs="*", default=[16])
-    parser.add_argument("--copy-threads", type=int, nargs="*", default=[EngineSettings().copy_threads])
+    parser.add_argument("--copy-threads", type=int, nargs="*", default=[EngineSettings().threads])
     parser.add_argument("--staged-only", action="store_true")
     options = parser.parse_args()
     size = options.mib << 20
@@ -248,7 +257,9 @@ def _shares(staged: Staged, size: int) -> None:
         "scatter": b["scatter_seconds"],
         "digest again": b["digest_seconds"],
     }
-    print("    " + ", ".join(f"{name} {size / max(t, 1e-9) / 1e9:.1f} GB/s" for name, t in parts.items()))
+    rates = ", ".join(f"{name} {size / max(t, 1e-9) / 1e9:.1f}" for name, t in parts.items())
+    sender, receiver = (t / (size / 1e9) for t in staged.burnt)
+    print(f"    GB/s of the parts: {rates}; processor time {sender:.2f} + {receiver:.2f} s per GB")
 
 
 if __name__ == "__main__":

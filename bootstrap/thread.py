@@ -39,6 +39,7 @@ POLL_MS: Final = 100
 FRAMES_AT_ONCE: Final = 256  # of the ROUTER in one round, so that a flood does not keep the rest waiting
 BIND_PATIENCE: Final = 2.0  # seconds for the last generation's port to come free
 MAX_DOMAIN: Final = "pdxfer"
+REFUSED_PAUSE: Final = 1.0  # seconds before a peer that refused this node's key is tried again
 _WATCHED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -230,6 +231,7 @@ class _Link:
         self.monitor = monitor
         self.place = place
         self.waiting = False  # for the socket to take more
+        self.refused_at: float | None = None  # the peer does not authorise this node's key
 
 
 class _Generation:
@@ -384,7 +386,9 @@ class _Generation:
         queue = owner._out[node]
         place = owner.directory.place(node)
         link = self._links.get(node)
-        if link is not None and place is not None and link.place != place:
+        # ZeroMQ does not connect again by itself after a refusal; the peer may have learned our key by now.
+        again = link is not None and link.refused_at is not None and time.monotonic() - link.refused_at >= REFUSED_PAUSE
+        if link is not None and place is not None and (link.place != place or again):
             self._disconnect(node)
             link = None
         if link is None:
@@ -470,4 +474,5 @@ class _Generation:
             if event == zmq.EVENT_DISCONNECTED:
                 batch.append(PeerCut(node))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._links[node].refused_at = time.monotonic()
                 self._refuse(node, "stranger", f"node {node!r} refuses this node's key: add {self._owner.keys.public} to its configuration")

@@ -228,6 +228,8 @@ def _from_environment(
         elif name.startswith(PREFIX) and name != CONFIG_VARIABLE:
             near = _nearest(name, by_variable, cutoff=0.6 if name.startswith(tables) else 0.92)
             if near or name.startswith(tables):
+                if value.startswith("tcp://"):  # how Kubernetes tells of a service named pdxfer-…
+                    near = "; set enableServiceLinks: false in the pod"
                 problems.append(f"{name}: unknown key (environment){near}")
 
 

@@ -186,6 +186,14 @@ class Supervisor:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="supervisor")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody watches the watcher, so its own defect ends the daemon."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.critical("a defect in the supervisor", exc_info=error)
+            self._give_up(f"supervisor: {type(error).__name__}: {error}")
 
     def wake(self) -> None:
         """Look now: something died. In the main loop's thread."""

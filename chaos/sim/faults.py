@@ -34,18 +34,31 @@ class Fault:
 
 
 def draw(seed: int, span: float) -> list[Fault]:
-    """None in one run of eight, mild ones alone in one of four, a storm in the others."""
+    """None in one run of eight, mild ones in one of four, two kinds again and again in two of five, a storm in the others."""
     rng = random.Random(f"{seed} faults")
     mood = rng.random()
     if mood < 0.12:
         return []
     kinds = sorted(MILD) if mood < 0.35 else list(KINDS)
-    if mood >= 0.8:
+    if mood >= 0.6:
         kinds = rng.sample(kinds, 2)
     return [
         Fault(rng.random() * span, rng.choice(kinds), rng.randrange(100), 0.05 + 2.0 * rng.random() ** 2, rng.random())
         for _ in range(rng.choice((1, 1, 2, 3, 5, 8, 12)))
     ]
+
+
+def strike(world: World, fault: Fault, tries: int = 200) -> None:
+    """Half of the faults wait, a little, until their node is in the middle of something."""
+    if world.calm:
+        return
+    sides = [world.sidecars[name] for name in sorted(world.sidecars)]
+    core = sides[fault.target % len(sides)].core
+    aimed = fault.target % 2 and fault.kind not in ("lossy", "repeats", "late", "corrupt")
+    if aimed and tries and core is not None and not core.state.jobs and not any(r.outstanding for r in core.state.recvs.values()):
+        world.after(0.002, lambda: strike(world, fault, tries - 1))
+    else:
+        apply(world, fault)
 
 
 def _links(world: World, target: int) -> list[Link]:

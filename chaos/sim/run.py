@@ -70,9 +70,11 @@ def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, 
     world.network = Network(world)
     mild = all(f.kind in faults.MILD for f in kept)
     clean = mild and rng.random() < 0.5
+    world.respawn = rng.choice((0.005, 0.02, 0.1))
+    span = rng.choice((0.3, SPAN))
     world.pace = rng.choice((1.0, 1.0, 5.0, 20.0)) if not mild else 1.0
     world.abort_bound = 0.1 if mild else 4 * LIMITS.transfer_deadline + LIMITS.stall_deadline
-    names = ("p", "d", "e")[: rng.choice((1, 2, 2, 2, 3))]
+    names = ("p", "d", "e")[: rng.choice((1, 2, 2, 2, 2, 3))]
     for name in names:
         side = Sidecar(world, name, send_slots=rng.choice((2, 3, 5)), recv_slots=rng.choice((2, 4, 6)))
         side.audit_every = audit_every
@@ -81,9 +83,9 @@ def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, 
         for i in range(rng.choice((1, 1, 2))):
             pages = 400 if mild else 24  # where every room must be done, none may starve for pages
             VirtualWorker(world, world.sidecars[name], f"{name}-{i}", (pages, pages))
-    workload.draw(world, rng.choice((3, 6, 12, 24)), SPAN, clean=clean)
+    workload.draw(world, rng.choice((3, 6, 12, 24)), span, clean=clean)
     for fault in kept:
-        world.at(fault.at, lambda fault=fault: faults.apply(world, fault))  # type: ignore[misc]
+        world.at(fault.at, lambda fault=fault: faults.strike(world, fault))  # type: ignore[misc]
     world.run(SPAN + 0.5)
     _calm(world)
     start = world.now
@@ -101,6 +103,7 @@ def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, 
 def _calm(world: World) -> None:
     """The faults stop: links heal, hung engines are left to the supervisor, silent workers speak again."""
     world.note("world", "CALM")
+    world.calm = True
     world.network.calm()
     for side in world.sidecars.values():
         side.registry_fails = ""

@@ -76,7 +76,7 @@ class Sidecar:
             self.world.engines[self.engine.agent] = self.engine
             self.engine.report(jobs.Ready(self.engine.info, self.send_slots, incarnation))
 
-        self.world.after(0.05, up)
+        self.world.after(self.world.respawn / 2, up)
 
     def kill_engine(self, detail: str) -> None:
         engine = self.engine
@@ -150,7 +150,7 @@ class Sidecar:
         self._set_tick()
         if isinstance(event, events.EngineGone):
             parent = self.incarnation
-            world.after(0.1, lambda: self._spawn() if self.incarnation == parent else None)
+            world.after(world.respawn, lambda: self._spawn() if self.incarnation == parent else None)
 
     def _punctual(self) -> None:
         """R5: each room's timer rings no later than the deadline of the phase that it is in."""
@@ -164,6 +164,11 @@ class Sidecar:
             due, late = core.receiver.deadline(receive), receive.timer_at
             if late > due[0] + 1e-6:
                 raise Violation(f"node {self.name}: receive {receive} is due at {due}, its timer rings at {late}")
+
+        for peer in core.state.peers.values():
+            silent = core.state.now - max(peer.heard, peer.since)
+            if peer.state != peer.LOST and silent > core.state.limits.stall_deadline + 1e-6:
+                raise Violation(f"node {self.name}: peer {peer.node} is {peer.state}, and silent for {silent:.2f} s")
 
     def tick(self) -> None:
         self.deliver(events.Tick())

@@ -6,6 +6,7 @@ the worker is told: one end per room, released once, right bytes. Must not: ask 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +47,7 @@ class Task:
     ended: str = ""
     aborted: bool = False
     next_push: int = 0
+    then: Callable[[str], None] | None = None  # called with the end's reason
     lent: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)  # push request -> (pool, pages)
     pages: list[list[int]] = field(default_factory=list)  # of a receive
     last_pages: list[list[int]] = field(default_factory=list)
@@ -69,6 +71,7 @@ class VirtualWorker:
         self.silent = False
         self.req = 0
         self.asked: dict[int, tuple[str, Task | None]] = {}
+        self.doomed: set[Key] = set()  # aborted before they came
         self.tasks: dict[tuple[str, int, bool], Task] = {}
         self.held: list[Task] = []  # ended by a lost connection: their pages are not safe before we are attached again
         world.workers.append(self)
@@ -105,6 +108,7 @@ class VirtualWorker:
                 self.held.append(task)
         self.tasks.clear()
         self.asked.clear()
+        self.doomed.clear()
         self._again()
 
     def drop(self) -> None:
@@ -123,7 +127,7 @@ class VirtualWorker:
             if not task.ended:
                 self._end(task, "died")
         self.id, self.connected, self.silent = None, False, False
-        self.tasks, self.asked, self.held = {}, {}, []
+        self.tasks, self.asked, self.held, self.doomed = {}, {}, [], set()
         self.memory = Memory(self.world, f"{self.engine_id}#{self.life + 1}", self.num_pages)
         self.life += 1
         life = self.life
@@ -234,7 +238,12 @@ class VirtualWorker:
             task = self.tasks.get((room, epoch, sending))
             if task is not None:
                 task.aborted = True
+        if (room, epoch, True) not in self.tasks and (room, epoch, False) not in self.tasks:
+            self.doomed.add((room, epoch))
         self.say(worker.Abort(self._ask("abort", None), room, epoch, "gone"))
+        self._must_end(room, epoch)
+
+    def _must_end(self, room: str, epoch: int) -> None:
         life = self.life
 
         def check() -> None:
@@ -258,8 +267,13 @@ class VirtualWorker:
                 self.held = []
             case worker.Ok(req=req):
                 kind, task = self._answered(req)
+                if kind == "reuse":
+                    raise Violation(f"{self.engine_id}: a room that has ended was taken a second time (request {req})")
                 if kind in ("open", "receive") and task is not None:
                     task.taken = True
+                    if task.key in self.doomed:
+                        task.aborted = True
+                        self._must_end(*task.key)
             case worker.Rejected(req=req, code=code):
                 if req not in self.asked:
                     return  # the attach: the sidecar hangs up after it
@@ -286,6 +300,10 @@ class VirtualWorker:
                 self._end(task, reason)
                 self._home(task)
                 del self.tasks[(room, epoch, sending)]
+                if self.req % 8 == 0:  # once more under the same id and epoch: it must be refused
+                    ask = self._ask("reuse", None)
+                    none = tuple(b"" for _ in SPECS)
+                    self.say(worker.Open(ask, room, epoch) if sending else worker.Receive(ask, room, epoch, task.source, 0, none))
             case worker.Matched(room=room, epoch=epoch, sending=sending):
                 self._task(room, epoch, sending, frame)
 
@@ -327,6 +345,8 @@ class VirtualWorker:
         task.ended = reason
         self.world.ends[key] = reason
         self.world.end_times[key] = self.world.now
+        if task.then is not None:
+            self.world.after(0.001, lambda: task.then(reason) if task.then is not None else None)
 
     def _push_home(self, task: Task, req: int) -> None:
         for pool, pages in task.lent.pop(req):

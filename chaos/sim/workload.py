@@ -41,6 +41,13 @@ def room(world: World, name: str, epoch: int, source: VirtualWorker, target: Vir
     world.contents[(name, epoch)] = contents(world, counts)
     send = Task(name, epoch, True, counts=counts, pushes=pushes(world, counts))
     receive = Task(name, epoch, False, source.engine_id, counts)
+    if epoch < 2:
+
+        def again(reason: str) -> None:
+            if not reason.startswith(("done", "rejected")) and world.now < 3.0:
+                room(world, name, epoch + 1, source, target, world.now + 0.002, clean=clean)
+
+        receive.then = again
     lag = rng.choice((0.0, 0.01, 0.2)) * rng.random()
     first, second = (when, when + lag) if rng.random() < 0.5 else (when + lag, when)
     fate = 1.0 if clean else rng.random()
@@ -64,5 +71,7 @@ def draw(world: World, rooms: int, span: float, *, clean: bool) -> None:
     """``rooms`` requests between any two workers over ``span`` seconds."""
     rng = world.workload
     for i in range(rooms):
-        source, target = rng.choice(world.workers), rng.choice(world.workers)
+        source = rng.choice(world.workers)
+        others = [w for w in world.workers if w.side is not source.side]
+        target = rng.choice(others if others and rng.random() < 0.7 else world.workers)
         room(world, f"room-{i}", 0, source, target, 0.1 + span * rng.random(), clean=clean)

@@ -40,6 +40,8 @@ class World:
         self.limits = limits
         self.now = 0.0
         self.steps = 0
+        self.respawn = 0.1  # seconds from an engine's end to the next one's start
+        self.calm = False  # no more faults
         self.pace = 1.0  # how slow engines are in this world
         self.trace = trace
         self.timeline: list[tuple[float, str, str]] = []

@@ -53,11 +53,13 @@ class Case(NamedTuple):
 
     def source_table(self, lane: int, number: int, pages: int) -> Table:
         """The sender's pages for room ``number`` of a lane."""
-        own = _shuffled(1, self.source_pages).reshape(self.lanes, self.pages + 1)[lane]
-        return np.roll(own, -number)[:pages]
+        own: Table = _shuffled(1, self.source_pages).reshape(self.lanes, self.pages + 1)[lane]
+        turned: Table = np.roll(own, -number)
+        return turned[:pages]
 
     def target_table(self, lane: int, pages: int) -> Table:
-        return _shuffled(2, self.target_pages).reshape(self.lanes, self.pages)[lane][:pages]
+        own: Table = _shuffled(2, self.target_pages).reshape(self.lanes, self.pages)[lane]
+        return own[:pages]
 
 
 class Batch(NamedTuple):

@@ -51,7 +51,7 @@ class Child:
             if not self._pipe.poll(timeout):
                 raise BenchError(f"{self.name} gave no answer within {timeout:g} s; it is pid {self._process.pid}")
             found = self._pipe.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             self._process.join(2.0)
             raise BenchError(f"{self.name} died: exit status {self._process.exitcode}") from None
         if isinstance(found, Failure):
@@ -63,12 +63,13 @@ class Child:
         return self.answer(timeout)
 
     def close(self) -> None:
-        self._pipe.close()
+        """End it, whatever it is doing; a thread that waits for its answer gets a BenchError."""
+        self._process.terminate()
         self._process.join(3.0)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        self._process.close()
+        self._pipe.close()
 
 
 def _run(pipe: Connection, entry: Entry, arguments: tuple[Any, ...], environment: dict[str, str]) -> None:

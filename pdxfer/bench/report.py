@@ -32,7 +32,7 @@ def show(result: Result, console: Console) -> None:
             f" plain NIXL: all bytes of {outcome.transfers_checked} transfers."
         )
     console.print(
-        "[dim]one descriptor: one WRITE of a room's bytes in one piece, the limit. descriptor per page: one WRITE of the scattered"
+        "[dim]one descriptor: one WRITE of a room's bytes in one piece, the limit. per page: one WRITE with a descriptor for each of the scattered"
         " pages, as engines do. pdxfer: rooms through two sidecars, gathered, written, digested twice, scattered.[/dim]"
     )
 

@@ -28,7 +28,7 @@ from .case import Batch, Case, rooms_each
 from .child import BenchError, Child
 from .sidecars import Sidecars
 
-WAYS = ("pdxfer", "one descriptor", "descriptor per page")
+WAYS = ("pdxfer", "one descriptor", "per page")
 ONE_PAGE_ROOMS = 200
 START = 60.0  # seconds for a process to be ready
 PATIENCE = 300.0  # seconds for a batch
@@ -219,7 +219,7 @@ class _Measurement:
             began = np.maximum(sent.asked, received.asked)
             first = min(sent.asked.min(), received.asked.min())
             return float(received.ended.max() - first), (received.ended - began).ravel().tolist()
-        order = plain.Order(batch, way == "descriptor per page")
+        order = plain.Order(batch, way == WAYS[2])
         self.target.ask(order, PATIENCE)
         measured: plain.Measured = self.initiator.ask(order, PATIENCE)
         wrong = self.target.ask(plain.Check(order), PATIENCE)

@@ -6,44 +6,32 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ..cli import FAILED, Failure
 
+NARROWEST = 120  # columns where there is no terminal to ask
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-class _Sizes(click.ParamType):
+def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """One or more sizes in bytes: "16384", "8M", "4K,16K,64K"."""
-
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        out = []
-        for part in str(value).split(","):
-            match = re.fullmatch(r"(\d+)([kmg]?)(?:i?b)?", part.strip().lower())
-            if match is None or not int(match[1]):
-                self.fail(f"{part!r} is no size; write for example 16384, 16K or 8M", param, ctx)
-            out.append(int(match[1]) * _UNITS[match[2]])
-        return tuple(out)
+    out = []
+    for part in value.split(","):
+        match = re.fullmatch(r"(\d+)([kmg]?)(?:i?b)?", part.strip().lower())
+        if match is None or not int(match[1]):
+            raise click.BadParameter(f"{part!r} is no size; write for example 16384, 16K or 8M", ctx, param)
+        out.append(int(match[1]) * _UNITS[match[2]])
+    return tuple(out)
 
 
-class _Counts(click.ParamType):
+def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """One or more positive numbers: "1,80"."""
-
-    name = "counts"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and 0 < int(part) <= 10_000 for part in parts):
-            self.fail(f"{value!r}: expected numbers from 1 to 10000, for example 1,80", param, ctx)
-        return tuple(int(part) for part in parts)
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 10_000 for part in parts):
+        raise click.BadParameter(f"{value!r}: expected numbers from 1 to 10000, for example 1,80", ctx, param)
+    return tuple(map(int, parts))
 
 
 @click.command(
@@ -52,9 +40,21 @@ class _Counts(click.ParamType):
     " PDXFER_ENGINE_SLOT_BYTES=4194304 pdxfer bench"
 )
 @click.option(
-    "--concurrency", type=_Counts(), default="1,80", show_default=True, help="Rooms that are under way at a time."
+    "--concurrency",
+    callback=_counts,
+    metavar="N,…",
+    default="1,80",
+    show_default=True,
+    help="Rooms that are under way at a time.",
 )
-@click.option("--page-bytes", type=_Sizes(), default="16K", show_default=True, help="Bytes of a page in one plane.")
+@click.option(
+    "--page-bytes",
+    callback=_sizes,
+    metavar="SIZE,…",
+    default="16K",
+    show_default=True,
+    help="Bytes of a page in one plane.",
+)
 @click.option(
     "--planes",
     "--layers",
@@ -64,7 +64,12 @@ class _Counts(click.ParamType):
     help="Planes (layers) of the pool.",
 )
 @click.option(
-    "--room-bytes", type=_Sizes(), default="8M", show_default=True, help="Bytes of a room, rounded to whole pages."
+    "--room-bytes",
+    callback=_sizes,
+    metavar="SIZE,…",
+    default="8M",
+    show_default=True,
+    help="Bytes of a room, rounded to whole pages.",
 )
 @click.option(
     "--rooms", type=click.IntRange(0), default=0, show_default=True, help="Rooms of a batch; 0: 1 GiB of them."
@@ -99,6 +104,8 @@ def bench(
 
     options = run.Options(page_bytes, planes, room_bytes, concurrency, rooms, rounds=rounds, tls=tls)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=NARROWEST)
     progress = Console(stderr=True, highlight=False)
     try:
         with progress.status("pdxfer bench") as status:

@@ -176,7 +176,7 @@ class Peers:
         peer = st.peers.get(node)
         if peer is not None and peer.state != Peer.LOST and peer.cut_at is None:
             peer.cut_at = st.now
-            st.timers.set(("silent", node), st.now + st.limits.cut_grace)
+            st.timers.set(("silent", node), min(st.now + st.limits.cut_grace, peer.heard + st.limits.stall_deadline))
             peer.hello_delay = 0.0
             self._say_hello(peer)  # should it be a new incarnation, this makes it answer with its own
 
@@ -195,7 +195,7 @@ class Peers:
         if peer.state == Peer.CONNECTING:
             when = peer.since + st.limits.connect_timeout
         elif peer.cut_at is not None:
-            when = peer.cut_at + st.limits.cut_grace
+            when = min(peer.cut_at + st.limits.cut_grace, peer.heard + st.limits.stall_deadline)
         else:
             when = peer.heard + st.limits.stall_deadline
         if when > st.now:

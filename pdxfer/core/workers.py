@@ -175,7 +175,7 @@ class Workers:
         rooms: list[Room] = [r for r in (st.sends.get(key), st.recvs.get(key)) if r is not None]
         mine = [r for r in rooms if r.worker is owner]
         if rooms and not mine:
-            raise Refused("not_your_room", f"room {key[0]}/{key[1]} belongs to worker {rooms[0].worker.engine_id!r}")
+            return self._abort_before(owner, key, detail, rooms[0])
         if not rooms:
             unknown = [side for side in (True, False) if (*key, side) not in st.tombstones]
             if len(unknown) < 2:  # it has ended, or its arrival is doomed already: the abort is repeated
@@ -197,6 +197,19 @@ class Workers:
                     self.ends.end(room, "aborted", detail or f"asked by worker {owner.engine_id!r}")
 
         return end
+
+    def _abort_before(self, owner: Worker, key: tuple[str, int], detail: str, room: Room) -> Callable[[], None]:
+        """The other side is here already, by another worker, and this one aborts its own before it came."""
+        st = self.state
+        waits = isinstance(room, RecvRoom) and room.source == owner.engine_id
+        if (*key, not room.sending) in st.tombstones:
+            return lambda: None  # the abort is repeated
+        if not (room.sending or waits) or room.local is not None:
+            raise Refused("not_your_room", f"room {room} belongs to worker {room.worker.engine_id!r}")
+        self.ends.bury((*key, not room.sending), "aborted_early", detail, early=True)
+        if waits:
+            return lambda: self.ends.end(room, "aborted", detail or f"asked by worker {owner.engine_id!r}")
+        raise Refused("unknown_room", f"your side of room {room} is not here; if it comes, it ends as aborted_early")
 
     def _fail_waiting(self, owner: Worker, reason: str, detail: str, since: float) -> None:
         """Receives, here and on other nodes, that have waited since ``since`` or longer for rooms of this worker."""

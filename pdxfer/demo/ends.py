@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from pdxfer.client import PdxferRefused, RoomEnd
-from pdxfer.core.reasons import ENDS, REFUSALS
+from pdxfer.core.reasons import ENDS
 
 DONE: Final = "done"
 ABORTED: Final = "aborted"
@@ -75,8 +75,3 @@ class Failure(Exception):
 
     def json(self) -> dict[str, Any]:
         return {"reason": self.reason, "state": self.state, "retriable": self.retriable, "detail": self.detail}
-
-
-def all_reasons() -> list[str]:
-    """Every name that a request can end with."""
-    return [DONE, *OWN, *ENDS, *REFUSALS]

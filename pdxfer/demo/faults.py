@@ -41,7 +41,7 @@ class KillAgent:
     harmless = False
 
     def __init__(self, manager: Manager, process: str, sessions: int) -> None:
-        self.name = f"SIGKILL agent with {sessions} sessions"
+        self.name = f"SIGKILL agent, {sessions} sessions"
         self._manager = manager
         self._process = process
         self._pid = 0
@@ -119,7 +119,7 @@ class KillEngine:
     harmless = False
 
     def __init__(self, observer: Observer, node: str, side: str, note: Manager) -> None:
-        self.name = f"SIGKILL {side} engine"
+        self.name = f"SIGKILL {side}'s engine"
         self._observer = observer
         self._node = node
         self._note = note
@@ -170,7 +170,7 @@ class RaiseInBootstrap:
     harmless = True
 
     def __init__(self, observer: Observer, node: str, side: str, note: Manager) -> None:
-        self.name = f"exception in {side} bootstrap thread"
+        self.name = f"exception in {side}'s bootstrap"
         self._observer = observer
         self._node = node
         self._note = note

@@ -34,6 +34,7 @@ class NodeView:
     parked: int
     pages: Mapping[str, Mapping[str, int]]  # worker -> home, read, write
     slots: Mapping[str, Mapping[str, int]]  # send, receive -> by state
+    restarts: Mapping[str, int]  # by service
 
     @property
     def live(self) -> int:
@@ -118,6 +119,7 @@ def node_view(status: Mapping[str, Any]) -> NodeView:
         parked=int(status["parked_wants"]),
         pages={worker["engine_id"]: worker["pages"] for worker in status["workers"] if not worker["gone"]},
         slots=status["slots"],
+        restarts={name: int(service["restarts"]) for name, service in status["services"].items()},
     )
 
 

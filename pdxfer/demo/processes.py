@@ -187,15 +187,15 @@ class Manager:
             spec = running.spec
 
             async def missing() -> str:
-                if not running.pid and not spec.restart:
-                    return f"it ended by {exit_text(running.exits[-1]) if running.exits else 'unknown cause'}"
+                if running.exits:
+                    return f"it ended by {exit_text(running.exits[-1])}"
                 return await spec.ready() if spec.ready is not None else ""
 
             left = "it was not asked"
-            while left and time.monotonic() < end:
+            while left and time.monotonic() < end and not running.exits:  # who dies at the start does so again
                 left = await until(missing, min(0.5, max(0.05, end - time.monotonic())))
-                if left and ((not running.pid and not spec.restart) or running.gave_up):
-                    break  # dead: waiting longer changes nothing
+            if running.exits:
+                left = await missing()
             if left:
                 raise DemoError(self.explain(running, left, seconds))
             progress(spec.name)
@@ -210,14 +210,11 @@ class Manager:
 
     def explain(self, running: Running, missing: str, seconds: float) -> str:
         """Why something did not come up, for people."""
-        over = not running.pid and not running.spec.restart
-        lines = [f"{running.spec.name} {'did not come up' if over else f'is not up within {seconds:g} s'}: {missing}."]
+        how = "did not come up" if running.exits else f"is not up within {seconds:g} s"
+        lines = [f"{running.spec.name} {how}: {missing}."]
         tail = running.tail()
-        lines += (
-            [f"Its last log lines ({running.log}):", *(f"    {line}" for line in tail)]
-            if tail
-            else ["It has logged nothing."]
-        )
+        lines.append(f"Its last log lines ({running.log}):" if tail else "It has logged nothing.")
+        lines += [f"    {line}" for line in tail]
         if running.spec.advice:
             lines.append(f"What to do: {running.spec.advice}")
         return "\n".join(lines)

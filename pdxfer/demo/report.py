@@ -34,6 +34,7 @@ class Round:
     slots_leaked: int = 0
     wrong_bytes: int = 0
     injected: bool = False
+    proof_seconds: float | None = None  # from the fault until that was seen, the successor of what was struck included
     proof: str = ""  # what shows that the fault took effect
     answers: int = 0  # probe prompts answered afterwards
     answers_equal: int = 0  # and equal to before
@@ -84,6 +85,7 @@ class Round:
             "passed": self.passed,
             "injected": self.injected,
             "proof": self.proof,
+            "proof_seconds": _round(self.proof_seconds),
             "service_seconds": _round(self.service_seconds),
             "answers": self.answers,
             "answers_equal": self.answers_equal,
@@ -196,7 +198,17 @@ class Report:
         temporary.replace(path)
 
 
-COLUMNS = ("fault", "sessions hit", "how each ended", "seconds to recovery", "pages leaked", "slots leaked", "wrong bytes", "")
+COLUMNS = (
+    "fault",
+    "sessions hit",
+    "how each ended",
+    "seconds to recovery",
+    "pages leaked",
+    "slots leaked",
+    "wrong bytes",
+    "",
+)
+CAPTION = "Recovery: from the fault until a prompt is answered as before and all is home, the load's own time included."
 
 
 def ended_text(item: Round) -> str:
@@ -226,11 +238,13 @@ def row(item: Round) -> tuple[str, ...]:
     )
 
 
-def table(report: Report) -> Table:
-    """The table for a terminal."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def table(report: Report, *, wide: bool) -> Table:
+    """The table for a terminal. ``wide``: there is room for columns that do not fold."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=CAPTION, caption_justify="left")
     for index, name in enumerate(COLUMNS):
-        out.add_column(name, justify="right" if 3 <= index <= 6 else "left", overflow="fold")
+        numeric, widest = 3 <= index <= 6, (37, 8, 26, 9, 7, 7, 6, 4)[index]
+        out.add_column(name, justify="right" if numeric else "left", overflow="fold", min_width=min(widest, 12))
+        out.columns[-1].width = widest if wide else None
     for item in report.rounds:
         out.add_row(*row(item), style=None if item.passed else "bold red")
     return out

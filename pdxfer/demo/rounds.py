@@ -49,6 +49,7 @@ class Rounds:
         self.known = known
         self.pace = pace
         self.faults: list[tuple[float, str]] = []  # (time.monotonic, what) for the timeline
+        self.beyond_use = ""  # why no further round makes sense
         self._say = say
         self._agents = 0
 
@@ -64,10 +65,10 @@ class Rounds:
         fault = KillAgent(system.manager, agent, sessions)
         item = Round(fault.name, sessions, step=2)
         await fault.prepare()
-        await self._load_is_on(item)
+        await self._load_is_on(agent, item, tokens=False)
         await system.manager.wait_exit(agent, max(0.0, pace.agent_life - (time.monotonic() - began)))
         struck = await self._strike(fault, item)
-        await self._prove(fault, item)
+        await self._prove(fault, item, struck)
         item.unresolved = await self._terminal(sessions)
         self._count_requests(
             item, difference(await self._requests(), requests), read_sessions(system.agent_output(agent))
@@ -84,14 +85,14 @@ class Rounds:
         wrong = system.observer.wrong_bytes
         item = Round(fault.name, sessions, step=3)
         agent = await self._agent(sessions, pace.load_tokens)
-        await self._load_is_on(item)
+        await self._load_is_on(agent, item, tokens=True)
         try:
             await fault.prepare()
             struck = await self._strike(fault, item)
         except NotInjected as error:
             item.proof, struck = str(error), time.monotonic()
         else:
-            await self._prove(fault, item)
+            await self._prove(fault, item, struck)
         first = asyncio.create_task(self._first_answer(struck))  # while the load goes on: it must not wait for its end
         code = await system.manager.wait_exit(agent, pace.agent_deadline)
         if code is None:
@@ -133,14 +134,21 @@ class Rounds:
             return 0
         return min(sessions, away(await self.system.observer.look(), self.base).rooms)
 
-    async def _load_is_on(self, item: Round) -> None:
-        """Return at the first sign of the load: pages or rooms in use."""
+    async def _load_is_on(self, agent: str, item: Round, *, tokens: bool) -> None:
+        """Return at the first sign of the load: a session has begun, or, with ``tokens``, some cache has been moved."""
+        running, output = self.system.manager[agent], self.system.agent_output(agent)
 
         async def missing() -> str:
-            found = away(await self.system.observer.look(), self.base)
-            return "" if found.rooms or found.pages else "no room and no page is in use"
+            sessions = read_sessions(output)
+            if any(session.tokens or not tokens for session in sessions) or not running.pid:
+                return ""
+            return "no session has a token" if sessions else "no session has begun"
 
-        if left := await until(missing, self.pace.load_deadline, 0.03):
+        left = await until(missing, self.pace.load_deadline, 0.02)
+        if not running.pid and not read_sessions(output):
+            code = exit_text(running.exits[-1]) if running.exits else "unknown cause"
+            left = f"the agent ended by {code}: {' / '.join(running.tail(3))}"
+        if left:
             item.problems.append(f"the load did not begin within {self.pace.load_deadline:g} s: {left}")
 
     async def _strike(self, fault: Fault, item: Round) -> float:
@@ -155,11 +163,12 @@ class Rounds:
         self._say(f"{fault.name}: struck")
         return struck
 
-    async def _prove(self, fault: Fault, item: Round) -> None:
+    async def _prove(self, fault: Fault, item: Round, struck: float) -> None:
         if item.proof:
             return  # it could not strike, and says why
         try:
             item.proof = await fault.prove()
+            item.proof_seconds = time.monotonic() - struck
             item.injected = True
         except NotInjected as error:
             item.proof = str(error)
@@ -213,7 +222,7 @@ class Rounds:
         item.wrong_bytes = system.observer.wrong_bytes - wrong
         for running in system.manager.running.values():
             if running.gave_up:
-                raise DemoError(system.manager.explain(running, running.gave_up, self.pace.home_deadline))
+                self.beyond_use = system.manager.explain(running, running.gave_up, self.pace.home_deadline)
 
     async def _home(self) -> str:
         async def missing() -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import checks, page
@@ -68,7 +69,9 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True
+        )
 
     @contextlib.contextmanager
     def showing(self, steps: int) -> Iterator[None]:
@@ -177,13 +180,17 @@ class Demo:
         return [make(self.system) for make in FAULTS]
 
     def _found(self, item: Round) -> None:
+        """Take a round's result. Raises DemoError when no further one makes sense."""
+        assert self.rounds is not None
         self.report.rounds.append(item)
         self.display.advance()
         recovery = "no recovery" if item.recovery_seconds is None else f"recovered in {item.recovery_seconds:.1f} s"
         state = "[green]ok[/green]" if item.passed else "[bold red]FAIL[/bold red]"
-        self.display.say(f"{state} {item.fault}: {results.ended_text(item)}; {recovery}")
+        self.display.say(f"{state} {escape(item.fault)}: {results.ended_text(item)}; {recovery}")
         for problem in item.faults_found():
-            self.display.say(f"     [red]{problem}[/red]")
+            self.display.say(f"     [red]{escape(problem)}[/red]")
+        if self.rounds.beyond_use:
+            raise DemoError(self.rounds.beyond_use)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -207,16 +214,16 @@ class Demo:
         """For the page: what the observer saw, faults, and what came up again."""
         lanes: dict[str, list[page.Point]] = {node: [] for node in self.system.observer.sidecars}
         marks: list[page.Mark] = []
-        engines: dict[str, int] = {}
+        restarts: dict[tuple[str, str], int] = {}
         for seen in self.system.observer.history:
             at = seen.at - self.began
             for node, points in lanes.items():
                 view = seen.nodes.get(node)
                 points.append(page.Point(at, view.rooms if view is not None else None))
-                if view is not None and view.engine_incarnation:
-                    if engines.setdefault(node, view.engine_incarnation) != view.engine_incarnation:
-                        marks.append(page.Mark(at, False, f"engine of {node} is up again (pid {view.engine_pid})"))
-                    engines[node] = view.engine_incarnation
+                for service, count in view.restarts.items() if view is not None else ():
+                    if restarts.setdefault((node, service), count) < count:
+                        marks.append(page.Mark(at, False, f"{service} of {node} was restarted (restart {count})"))
+                    restarts[node, service] = count
         if self.rounds is not None:
             marks += [page.Mark(at - self.began, True, name) for at, name in self.rounds.faults]
         marks += [
@@ -228,10 +235,10 @@ class Demo:
 
 
 FAULTS = (
-    lambda system: KillEngine(system.observer, system.prefill_node, "prefill side's", system.manager),
-    lambda system: KillEngine(system.observer, system.decode_node, "decode side's", system.manager),
+    lambda system: KillEngine(system.observer, system.prefill_node, "prefill side", system.manager),
+    lambda system: KillEngine(system.observer, system.decode_node, "decode side", system.manager),
     lambda system: KillWorker(system.manager, system.observer, "decode worker", DECODE),
-    lambda system: RaiseInBootstrap(system.observer, system.prefill_node, "prefill side's", system.manager),
+    lambda system: RaiseInBootstrap(system.observer, system.prefill_node, "prefill side", system.manager),
 )
 
 
@@ -291,7 +298,7 @@ def _publish(options: Options, console: Console, demo: Demo) -> int:
     """Print and write what was found."""
     report = demo.report
     if report.rounds:
-        console.print(results.table(report))
+        console.print(results.table(report, wide=console.width >= NARROWEST))
     for problem in report.all_problems():
         console.print(f"- {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
     if options.json is not None:
@@ -299,7 +306,11 @@ def _publish(options: Options, console: Console, demo: Demo) -> int:
     if options.html is not None:
         page.write(options.html, report, demo.timeline())
     console.print(
-        report.verdict_line(), style="bold green" if report.passed else "bold red", highlight=False, markup=False, soft_wrap=True
+        report.verdict_line(),
+        style="bold green" if report.passed else "bold red",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     console.print(f"{report.seconds:.0f} s in all", highlight=False)
     if not report.passed:

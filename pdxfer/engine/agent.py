@@ -2,7 +2,7 @@
 
 Owns: every call of NIXL; they all come from the one thread that made the agent. Must not: know pages, jobs or sockets.
 
-What NIXL cannot do decides the shape (FACTS): a posted WRITE cannot be taken back, so one that is in PROC is polled for ever
+What NIXL cannot do decides the shape (docs/nixl.md): a posted WRITE cannot be taken back, so one that is in PROC is polled for ever
 (the parent has the deadline, and kills this process past it) and is never released before its end. Any exception ends
 that peer's *generation*: nothing more is posted, what is under way is polled to its end, then the peer is removed, and
 only then may it be loaded again. (NIXL's exceptions have no common base, and its bindings raise others: hence the blind
@@ -24,7 +24,7 @@ from .nixl import Nixl
 
 MAX_METADATA: Final = 1 << 20
 MAX_PEERS: Final = 100_000  # names that are remembered, burned ones included
-RELOAD_AFTER: Final = 0.5  # seconds between the end of a peer's generation and the next
+RELOAD_AFTER: Final = 0.2  # seconds between the end of a peer's generation and the next
 
 _KEY: Final = b"pdxfer engine metadata 1"
 
@@ -94,7 +94,10 @@ class Agent:
     # peers ---------------------------------------------------------------------------------------------------------
 
     def add(self, info: EngineInfo) -> str:
-        """Load a peer's metadata. Returns an error, empty when it can be written to."""
+        """Load a peer's metadata. Returns an error, empty when it is known and trusted.
+
+        A peer that is added again while its last generation is ending is not refused: the next post that can, begins the next.
+        """
         name = info.agent
         if name in self._burned:
             return f"its name is burned: {self._burned[name]}"
@@ -108,9 +111,7 @@ class Agent:
             if peer.info != info:
                 return "it is known already, with other metadata"
             peer.leaving = False
-            if peer.loaded and not peer.lost:
-                return ""
-            return self._reload(peer)
+            return ""
         if len(self._peers) + len(self._burned) >= MAX_PEERS:
             return f"{MAX_PEERS} peers are known, which is the limit"
         error = self._load(info)

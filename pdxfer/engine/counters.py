@@ -28,6 +28,7 @@ class Counters:
                 "notifications",
                 "notifications_garbage",
                 "notifications_dropped",
+                "reports_dropped",
                 "nixl_errors",
                 "digest_mismatches",
                 "copy_errors",

@@ -63,6 +63,7 @@ class Engine:
         self._expect = 0
         self._warm_until = 0.0
         self._close_by: float | None = None
+        self._readable = True  # the parent has said something
 
     def info(self) -> EngineInfo:
         agent = self._agent
@@ -92,7 +93,7 @@ class Engine:
     def _round(self) -> bool:
         """Do what can be done now. True when the engine has ended in order."""
         now = time.monotonic()
-        moved = self._take_jobs()
+        moved = self._readable and self._take_jobs()
         moved |= self._copier.step()
         for transfer, error in self._agent.poll():
             self._over(transfer.tag, error, time.monotonic() - transfer.since)
@@ -111,12 +112,11 @@ class Engine:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        if self._copier.pending:
-            return
         waiting = self._expect > 0 or self._agent.busy or now < self._warm_until
-        pause = self._pace.pause(now, waiting=waiting)
+        pause = 0.0 if self._copier.pending else self._pace.pause(now, waiting=waiting)
         link, wake = self._link.socket.fileno(), self._copier.wake
         readable, _, _ = select.select([link, wake], [link] if self._link.queued else [], [], pause)
+        self._readable = link in readable
         if wake in readable:
             self._copier.drain_wake()
 
@@ -307,6 +307,7 @@ class Engine:
             return
         self._told_at = now
         self._counters.set("nixl_errors", self._agent.errors)
+        self._counters.set("reports_dropped", self._link.dropped)
         values = self._counters.snapshot()
         if values != self._told:
             self._told = values

@@ -13,7 +13,8 @@ from typing import Final
 IDLE: Final = 0.05  # nothing is expected: only peers' wire-up and the heartbeat need us
 _SPINS: Final = 4  # looks without a pause after the last progress
 # seconds since the last progress: pause
-_LADDER: Final = ((0.001, 20e-6), (0.005, 50e-6), (0.1, 150e-6), (1.0, 1e-3), (float("inf"), 4e-3))
+# (a look costs about 20 µs; what a WRITE brings meanwhile waits in the socket's buffer, so 200 µs do not stall a stream)
+_LADDER: Final = ((0.0005, 20e-6), (0.002, 50e-6), (0.02, 200e-6), (0.2, 500e-6), (1.0, 2e-3), (float("inf"), 5e-3))
 
 
 class Pace:

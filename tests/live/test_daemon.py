@@ -152,6 +152,15 @@ def test_the_bootstrap_thread_is_restarted_in_place(make: Make, fault: str, with
     assert p.ready()
 
 
+def test_a_bootstrap_thread_that_hangs_in_native_code_ends_the_daemon_with_70(make: Make) -> None:
+    p = make(limits__stall_deadline=2.0).start()
+    engine = p.engine_pid
+    assert p.ask("POST", "/debug/bootstrap", {"inject": "hang"})[0] == 200
+    assert p.wait(20) == 70
+    assert "hangs in native code" in p.said()
+    assert not alive(engine)
+
+
 def test_debug_hooks_are_off_unless_asked_for(make: Make) -> None:
     p = make(debug__hooks="false").start()
     status, answer = p.ask("POST", "/debug/bootstrap", {"inject": "exception"})
@@ -287,6 +296,32 @@ def test_an_operator_aborts_a_room(make: Make, attach: Callable[..., Client]) ->
     assert end.reason == "operator_abort"
     assert "by hand" in end.detail
     assert pdxfer("status", "--check").stdout == "ready\n"
+
+
+def test_a_sigterm_during_the_start_ends_it_in_order(make: Make) -> None:
+    p = make().start(wait=False)
+    until(lambda: (p.runtime / "admin.json").exists(), 15, "it is starting")
+    p.signal(signal.SIGTERM)
+    assert p.wait() == 0
+    assert "Traceback" not in p.said()
+
+
+def test_a_stopped_engine_does_not_hold_up_a_shutdown(make: Make) -> None:
+    p = make(supervisor__close_timeout=1.0).start()
+    engine = p.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    p.signal(signal.SIGTERM)
+    assert p.wait(10) == 0
+    assert not alive(engine)
+
+
+def test_json_logs_are_one_object_a_line(make: Make) -> None:
+    p = make(log__json="true").start()
+    p.signal(signal.SIGTERM)
+    assert p.wait() == 0
+    lines = [json.loads(line) for line in p.said().splitlines() if line.startswith("{")]
+    assert {"time", "level", "logger", "node", "message"} <= lines[0].keys()
+    assert lines[-1]["message"] == "stopped"
 
 
 # SIGHUP --------------------------------------------------------------------------------------------------------------

@@ -209,3 +209,34 @@ def test_a_stranger_is_refused_by_name_and_costs_nobody_else_anything(pair: Pair
         assert pair.transfer().reason == "done"
     finally:
         stranger.end()
+
+
+def test_a_peer_is_authorised_by_sighup(tmp_path: Path) -> None:
+    pairs = {name: keys.generate() for name in "ps"}
+    for name, keypair in pairs.items():
+        keys.save(tmp_path / f"{name}.key", keypair)
+    port = free_port()
+    registry = {"registry__kind": "embedded", "registry__server": "p", "registry__ttl": 2.0}
+    p = Sidecar(
+        tmp_path,
+        "p",
+        bootstrap__listen=f"tcp://127.0.0.1:{port}",
+        bootstrap__key_file=tmp_path / "p.key",
+        **registry,
+    )
+    p.config = tmp_path / "p.toml"
+    p.config.write_text("")
+    entry = {"node": "p", "address": f"tcp://127.0.0.1:{port}", "public_key": pairs["p"].public}
+    s = Sidecar(tmp_path, "s", bootstrap__key_file=tmp_path / "s.key", registry__nodes=json.dumps([entry]), **registry)
+    try:
+        p.start()
+        s.start(wait=False)
+        until(lambda: p.metric('pdxfer_frames_refused_total{origin="peer",reason="stranger"}') >= 1, 15, "refused")
+        assert not s.ready()
+        p.config.write_text(f"[bootstrap]\nauthorized_keys = [{json.dumps(pairs['s'].public)}]\n")
+        p.signal(signal.SIGHUP)
+        until(lambda: "SIGHUP: changed: bootstrap.authorized_keys" in p.said(), 5, "reloaded")
+        s.wait_ready(15)
+    finally:
+        p.end()
+        s.end()

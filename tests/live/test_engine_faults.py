@@ -227,9 +227,14 @@ def test_removed_peer() -> None:
         p.child.send(jobs.RemovePeer("nobody:1:1"))
         job = p.post(d.info, PAGES, SIZE, slot=3)
         assert "removed" in (await p.report(jobs.Sent, job=job)).error
+        assert await p.add(d.info) == ""
         os.kill(d.child.pid, signal.SIGCONT)
         for job in doomed:
             await p.report(jobs.Sent, job=job)
+        deadline = time.monotonic() + 5
+        while (await p.report(jobs.Sent, job=p.post(d.info, PAGES, SIZE, slot=3))).error:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
         await close(p, d)
         assert p.child.exit_status == 0
 

@@ -107,11 +107,6 @@ def abort_of_a_worker_unhandled(original: Any, self: Workers, owner: Any, key: A
     return nothing
 
 
-@replaces(Peers, "_engine_gone")
-def peer_engine_death_ignored(original: Any, self: Peers, peer: Any, agent: str) -> None:
-    self._remove_agent(agent)
-
-
 @replaces(Peers, "on_hello")
 def quarantine_ends_with_the_writers_engine(original: Any, self: Peers, node: str, incarnation: int, message: Any) -> Any:
     peer = self.state.peers.get(node)
@@ -120,10 +115,6 @@ def quarantine_ends_with_the_writers_engine(original: Any, self: Peers, node: st
     if out is not None and out.engine != old:
         self.receiver.writers_gone(node)
     return out
-
-
-@replaces(Receiver, "writers_gone")
-def quarantine_outlives_the_writers_node(original: Any, self: Receiver, node: str) -> None: ...
 
 
 @replaces(Receiver, "inquire")
@@ -192,14 +183,6 @@ def local_done_too_early(original: Any, self: Local, id: int, error: str) -> Non
 
 
 @replaces(Sender, "deadline")
-def sender_waits_for_credit_and_acks_for_ever(original: Any, self: Sender, room: Any) -> Any:
-    when, reason, detail = original(self, room)
-    if reason in ("credit_timeout", "ack_timeout", "transfer_deadline", "engine_unavailable"):
-        when = room.opened + self.state.limits.room_timeout
-    return when, reason, detail
-
-
-@replaces(Sender, "deadline")
 def forgotten_pushes_have_no_deadline(original: Any, self: Sender, room: Any) -> Any:
     when, reason, detail = original(self, room)
     return (when + 1e6, reason, detail) if reason in ("push_timeout", "room_timeout") else (when, reason, detail)
@@ -230,16 +213,19 @@ def grants_of_a_dead_engine_are_used(original: Any, self: Sender, peer: Any, gra
     original(self, peer, grant)
 
 
+@replaces(Receiver, "on_fate")
+def slot_generation_ignored(original: Any, self: Receiver, peer: Any, fate: Any) -> None:
+    slots = self.state.engine.recv.all
+    free = tuple((i, slots[i].generation) for i, _ in fate.free if i < len(slots))
+    original(self, peer, type(fate)(fate.engine, free))
+
+
 @replaces(Receiver, "landed")
-def slot_generation_ignored(original: Any, self: Receiver, node: str, segment: Any) -> None:
+def any_segment_fits_any_grant(original: Any, self: Receiver, node: str, segment: Any) -> None:
     slots = self.state.engine.recv.all
     if self.state.engine.up and 0 <= segment.slot < len(slots):
         fields = {f: getattr(segment, f) for f in segment.__struct_fields__}
-        slot = slots[segment.slot]
-        if slot.state is SlotState.QUARANTINED:
-            slot = slots[segment.slot]
-            fields |= {"generation": slot.generation, "room": slot.room or segment.room, "epoch": slot.epoch, "segment": slot.segment}
-        segment = type(segment)(**fields)
+        segment = type(segment)(**fields | {"generation": slots[segment.slot].generation})
     original(self, node, segment)
 
 

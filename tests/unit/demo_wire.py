@@ -6,6 +6,7 @@ It keeps AsyncClient's interface and promises (one end for each room; pages unto
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from pdxfer.client import PdxferRefused, RoomEnd, SidecarUnavailable
@@ -13,6 +14,14 @@ from pdxfer.core.reasons import ENDS
 from pdxfer.pools import SharedPool
 
 Key = tuple[str, int]
+
+
+async def until(reached: Callable[[], object]) -> None:
+    """Wait until it is true. The test's own deadline ends it."""
+    while True:
+        if reached():
+            return
+        await asyncio.sleep(0.002)
 
 
 class Wire:

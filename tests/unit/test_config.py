@@ -96,6 +96,8 @@ def test_unknown_variables_of_our_tables_are_errors_and_others_are_not() -> None
     (found,) = problems(environ={"PDXFER_LIMITS_OPEN_TIMOUT": "1"})
     assert found == "PDXFER_LIMITS_OPEN_TIMOUT: unknown key (environment); did you mean PDXFER_LIMITS_OPEN_TIMEOUT?"
     assert problems(environ={"PDXFER_LIMIT_OPEN_TIMEOUT": "1"})  # a slip of the pen
+    (found,) = problems(environ={"PDXFER_ADMIN_PORT_7970_TCP": "tcp://10.0.0.1:7970"})
+    assert "enableServiceLinks" in found
     load(environ={"PDXFER_PORT": "tcp://10.0.0.1:80", "PDXFER_DEMO_CACHE": "/x", "PATH": "/bin"})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from demo_wire import FakeSidecar, Wire
+from demo_wire import FakeSidecar, Wire, until
 from starlette.applications import Starlette
 
 from pdxfer.demo import agent, openai
@@ -34,8 +34,7 @@ class Quiet(uvicorn.Server):
     @asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
         task = asyncio.create_task(self._serve([listener]))
-        while not self.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: self.started)
         try:
             yield
         finally:
@@ -77,16 +76,10 @@ class Service:
 
     async def home(self) -> None:
         for worker in (self.prefill, self.decode):
-            for _ in range(200):
-                if not worker.rooms_open:
-                    break
-                await asyncio.sleep(0.01)
+            await until(lambda worker=worker: not worker.rooms_open)
             worker.pages.audit()
             assert worker.pages.free == worker.pages.total and not worker.rooms_open
-        for _ in range(200):
-            if not (await self.http.get(f"{self.url}/stats")).json()["aborting"]:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: not self.gateway._going_on)
         stats = (await self.http.get(f"{self.url}/stats")).json()
         assert (stats["active"], stats["aborting"]) == (0, 0)
 
@@ -153,8 +146,7 @@ def test_clients_that_go_away_become_aborts_at_both_workers() -> None:
 
         await asyncio.gather(*(leave(n) for n in range(1, 12)))
         silent = asyncio.create_task(it.post(max_tokens=500))  # a client that waits for the whole answer
-        while not it.decode.scheduler.batch:
-            await asyncio.sleep(0.005)
+        await until(lambda: it.decode.scheduler.batch)
         await asyncio.sleep(0.05)
         silent.cancel()
         await asyncio.gather(silent, return_exceptions=True)
@@ -170,8 +162,7 @@ def test_clients_that_go_away_become_aborts_at_both_workers() -> None:
 def test_a_client_that_goes_away_while_its_prompt_is_computed() -> None:
     async def body(it: Service) -> None:
         asked = asyncio.create_task(it.post(stream=True, messages=[{"role": "user", "content": "x" * 2000}]))
-        while not it.wire.sends:
-            await asyncio.sleep(0.005)
+        await until(lambda: it.wire.sends)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await it.home()
@@ -234,8 +225,7 @@ def test_a_failure_before_the_first_token_is_an_http_error_and_after_it_an_error
         it.wire.damage = False
 
         async def break_later() -> None:
-            while not it.decode.scheduler.batch:
-                await asyncio.sleep(0.005)
+            await until(lambda: it.decode.scheduler.batch)
             it.decode.engine.decode_step = None  # type: ignore[assignment, method-assign]
 
         breaker = asyncio.create_task(break_later())
@@ -288,8 +278,7 @@ def test_workers_that_are_away_are_not_used_and_come_back() -> None:
 def test_a_worker_that_falls_silent_loses_its_requests_by_name() -> None:
     async def body(it: Service) -> None:
         asked = asyncio.create_task(it.post(max_tokens=500))
-        while not it.decode.scheduler.batch:
-            await asyncio.sleep(0.005)
+        await until(lambda: it.decode.scheduler.batch)
         decode = it.gateway.backends.all[1]
         for tell in list(decode.lost):
             tell(Failure("worker_stalled", "decode-0 has not answered for 11 s"))

@@ -58,7 +58,7 @@ def test_who_waits_too_long_or_wants_too_much_is_told_by_name() -> None:
         mine = await pages.take(1, 1)
         large = asyncio.create_task(pages.take(2, 0.05))
         small = asyncio.create_task(pages.take(1, 5))
-        with pytest.raises(NoPages, match="2 pages asked for, 1 of 2 free after 0.05 s"):
+        with pytest.raises(NoPages, match=r"2 pages asked for, 1 of 2 free after 0\.05 s"):
             await large
         pages.give(await small)  # it stood behind the large one, and need not wait any longer
         pages.give(mine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,7 @@ NEEDLE = "The secret code is 7391."
 def engine() -> Iterator[Any]:
     from pdxfer.demo.smollm2 import SmolLM2Engine
 
-    yield SmolLM2Engine(PAGES, threads=min(2, os.cpu_count() or 1))
+    yield SmolLM2Engine(PAGES, threads=1)
 
 
 @pytest.fixture(scope="module")

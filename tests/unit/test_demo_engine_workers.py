@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from demo_wire import FakeSidecar, Wire
+from demo_wire import FakeSidecar, Wire, until
 
 from pdxfer.demo.decode import DecodeWorker
 from pdxfer.demo.ends import Failure
@@ -120,8 +120,7 @@ def test_a_write_into_a_live_page_is_an_error_by_name() -> None:
     async def body() -> None:
         async with pair(step=0.01) as it:
             asked = asyncio.create_task(it.ask("r", [1] * 20, 10))
-            while not it.decode.scheduler.batch:
-                await asyncio.sleep(0.002)
+            await until(lambda: it.decode.scheduler.batch)
             it.decode.pools[0].pages()[0][:, 3] ^= 1  # every page of the pool
             _, lines = await asked
             assert lines[-1]["error"]["reason"] == "cache_mismatch" and it.decode.wrong_bytes >= 2
@@ -139,15 +138,15 @@ def test_an_abort_at_any_moment(moment: str, side: str) -> None:
             decode = it.decode.decode(DecodeAsk("r", "p0", 600, 200))
             if moment != "admitted":
                 prefill = it.prefill.prefill(PrefillAsk("r", [1] * 600))
-            while not {
-                "admitted": ("r", 0) in it.wire.receives,
-                "computing": bool(it.wire.sends.get(("r", 0))),
-                "moving": bool(it.wire.sends.get(("r", 0)) and it.wire.sends[("r", 0)].moving),
-                "decoding": any(
+            reached = {
+                "admitted": lambda: ("r", 0) in it.wire.receives,
+                "computing": lambda: ("r", 0) in it.wire.sends,
+                "moving": lambda: ("r", 0) in it.wire.sends and it.wire.sends[("r", 0)].moving,
+                "decoding": lambda: any(
                     job.seq.room == "r" and len(job.seq.tokens) > 3 for job in it.decode.scheduler._running
                 ),
-            }[moment]:
-                await asyncio.sleep(0.001)
+            }
+            await until(reached[moment])
             worker = it.prefill if side == "prefill" else it.decode
             await worker.abort("r", 0, "the client went away")
             await worker.abort("r", 0, "twice")
@@ -160,7 +159,7 @@ def test_an_abort_at_any_moment(moment: str, side: str) -> None:
             if moment != "admitted":
                 last = await prefill.last()
                 assert moment == "decoding" or last["error"]["reason"] == "aborted"
-            sent, lines = await bystander
+            _, lines = await bystander
             assert lines[-1]["done"] and tokens(lines) == answer_of([9] * 30, 20)
             it.home()
 
@@ -215,8 +214,7 @@ def test_the_sidecar_goes_away_and_comes_back() -> None:
         async with pair(step=0.005) as it:
             it.wire.delay = 0.5
             asked = asyncio.create_task(it.ask("r", [1] * 50, 20))
-            while ("r", 0) not in it.wire.receives or ("r", 0) not in it.wire.sends:
-                await asyncio.sleep(0.002)
+            await until(lambda: ("r", 0) in it.wire.receives and ("r", 0) in it.wire.sends)
             it.d.lose()
             sent, lines = await asked
             assert sent["error"]["reason"] == "sidecar_lost" and lines[-1]["error"]["reason"] == "sidecar_lost"
@@ -261,9 +259,7 @@ def test_a_shutdown_ends_everything_by_name() -> None:
             while "token" not in await anext(lines):
                 continue
             await it.decode.close(2)
-            last = {}
-            async for last in lines:
-                continue
+            last = [line async for line in lines][-1]
             assert last["error"]["reason"] == "shutdown"
             assert (await prefill.last())["reason"] == "done"
             with pytest.raises(Failure, match="shutdown"):

@@ -26,6 +26,7 @@ def status(node: str, worker: str, **change: Any) -> dict[str, Any]:
     return {
         "workers": [{"engine_id": name, "gone": False, "pages": states} for name, states in pages.items()],
         "node": node, "ready": True, "reasons": [], "incarnation": 5, "engine": {"pid": 77, "incarnation": 2},
+        "services": {},
         "rooms_by_state": {"send": {"open": 0, "homing": 0}, "receive": {}}, "parked_wants": 0,
         "slots": {"send": {"free": 4}, "receive": {"free": 4, "granted": 0}},
     } | change  # fmt: skip

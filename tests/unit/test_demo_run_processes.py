@@ -74,11 +74,15 @@ def test_gives_up_on_a_process_that_cannot_live(tmp_path: Path, monkeypatch: pyt
         said: list[str] = []
         manager = Manager(tmp_path, said.append)
         running = await manager.start(
-            Spec("worker", (sys.executable, "-c", "raise SystemExit(3)"), restart=True, ready=never)
+            Spec("worker", (sys.executable, "-c", "raise SystemExit(3)"), ready=never, restart=True)
         )
-
-        with pytest.raises(DemoError, match="worker is not up"):
+        with pytest.raises(DemoError, match="worker did not come up: it ended by exit code 3"):
             await manager.wait_ready(["worker"], 20)
+
+        async def missing() -> str:
+            return "" if running.gave_up else "not yet"
+
+        assert not await until(missing, 20)
         assert running.exits == [3, 3, 3] and "exit code 3" in running.gave_up and said == [running.gave_up]
         await manager.stop()
 

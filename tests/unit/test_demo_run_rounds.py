@@ -30,7 +30,8 @@ from pdxfer.demo.sessions import read_sessions
 from pdxfer.metrics import Metrics
 
 PACE = Pace(
-    agent_life=1.0, load_deadline=5, terminal_deadline=0.5, agent_deadline=10, home_deadline=0.5, probe_timeout=2, probe_deadline=2
+    agent_life=1.0, load_deadline=5, terminal_deadline=0.5, agent_deadline=10, home_deadline=0.5, probe_timeout=2,
+    probe_deadline=2,
 )  # fmt: skip
 PROMPT = Prompt("probe", "Say a and b.", "", 2)
 KNOWN = Answer("ab", (97, 98), 12, None, "", "")
@@ -43,11 +44,13 @@ def say(n, event, **more):
     print(json.dumps({"session": n, "event": event, "at": time.monotonic()} | more), flush=True)
 for n in range(4):
     say(n, "start")
+    say(n, "tokens", count=1, room=str(n))
 if not ends:
     time.sleep(60)
 time.sleep(0.4)
 for n, end in enumerate(ends):
-    say(n, "end", end=end, reason="engine_lost" if end == "failed" else end, tokens=2, room=str(n), kv_identical=True, retriable=False, detail="")
+    say(n, "end", end=end, reason="engine_lost" if end == "failed" else end,
+        tokens=2, room=str(n), kv_identical=True, retriable=False, detail="")
 """
 
 
@@ -83,6 +86,8 @@ class Fake:
     def agent(self, number: int, sessions: int, max_tokens: int) -> Spec:
         name = f"agent {number}"
         self.expected = sessions if self.load else 0
+        if not self.load:
+            return Spec(name, (sys.executable, "-c", "raise SystemExit(7)"), stdout=self.agent_output(name))
         return Spec(name, (sys.executable, "-c", AGENT, "", json.dumps(self.ends)), stdout=self.agent_output(name))
 
     def agent_output(self, name: str) -> Path:
@@ -91,7 +96,7 @@ class Fake:
     def answer(self, request: httpx.Request) -> httpx.Response:
         host, path = request.url.host.removesuffix(".test"), request.url.path
         if path == "/status":
-            status = self.nodes[host].snapshot() | {"ready": True, "reasons": []}
+            status = self.nodes[host].snapshot() | {"ready": True, "reasons": [], "services": {}}
             worker = {"p": "prefill-0", "d": "decode-0"}[host]
             status["workers"] = [{"engine_id": worker, "gone": False, "pages": {"home": 100}}]
             status["slots"] = {"send": {"free": self.slots}, "receive": {"free": 4}}
@@ -113,7 +118,12 @@ class Fake:
                 self.active = 0
             return httpx.Response(200, json={"active": self.active, "aborting": 0, "requests": self.requests})
         if path == "/stats":
-            stats = {"pages_free": self.free[host], "pages_total": 100, "rooms_open": 0, "wrong_bytes": self.wrong if self.requests else 0}
+            stats = {
+                "pages_free": self.free[host],
+                "pages_total": 100,
+                "rooms_open": 0,
+                "wrong_bytes": self.wrong if self.requests else 0,
+            }
             return httpx.Response(200, json=stats)
         assert path == "/v1/chat/completions"
         chunks: list[Any] = [
@@ -165,7 +175,7 @@ def test_a_killed_agent_that_leaves_nothing_passes(tmp_path: Path) -> None:
         ({"text": "ax"}, "token 1 is 120, expected 98"),
         ({"kv_identical": False}, "the cache's bytes differ"),
         ({"ends": ["done"] * 4}, "fault not injected: the agent had ended"),
-        ({"load": False}, "the load did not begin"),
+        ({"load": False}, "the load did not begin within 5 s: the agent ended by exit code 7"),
     ],
 )
 def test_what_must_fail_a_round_does(tmp_path: Path, spoil: dict[str, Any], words: str) -> None:
@@ -219,7 +229,7 @@ def under_load(fake: Fake, make: Any, ends: list[str]) -> Round:
 
 
 def bootstrap(fake: Fake) -> RaiseInBootstrap:
-    return RaiseInBootstrap(fake.observer, "p", "prefill side's", fake.manager)
+    return RaiseInBootstrap(fake.observer, "p", "prefill side", fake.manager)
 
 
 def test_an_exception_in_the_bootstrap_thread(tmp_path: Path) -> None:
@@ -253,7 +263,7 @@ def test_an_engine_is_killed_and_seen_again(tmp_path: Path) -> None:
     async def run() -> None:
         engine = await fake.manager.start(Spec("engine", (sys.executable, "-c", "import time; time.sleep(60)")))
         fake.engine = {"pid": engine.pid, "incarnation": 1}
-        fault = KillEngine(fake.observer, "p", "prefill side's", fake.manager)
+        fault = KillEngine(fake.observer, "p", "prefill side", fake.manager)
         await fault.prepare()
         await fault.strike()
         fake.engine = {"pid": 77, "incarnation": 2}
@@ -272,7 +282,9 @@ def test_a_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
     fake = Fake(tmp_path)
 
     async def run() -> None:
-        await fake.manager.start(Spec("decode worker", (sys.executable, "-c", "import time; time.sleep(60)"), restart=True))
+        await fake.manager.start(
+            Spec("decode worker", (sys.executable, "-c", "import time; time.sleep(60)"), restart=True)
+        )
         fault = KillWorker(fake.manager, fake.observer, "decode worker", "decode-0")
         await fault.prepare()
         await fault.strike()
@@ -283,14 +295,19 @@ def test_a_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_real_core_has_the_shape_that_is_read() -> None:
-    view = node_view(Node("p", 7, "tcp://x", "0", Limits()).snapshot() | {"ready": False, "reasons": ["engine: down"]})
+    view = node_view(
+        Node("p", 7, "tcp://x", "0", Limits()).snapshot()
+        | {"ready": False, "reasons": ["engine: down"], "services": {"main": {"restarts": 0}}}
+    )
     assert (view.node, view.incarnation, view.live, view.unready) == ("p", 7, 0, "engine: down")
     assert set(view.slots) == {"send", "receive"}
 
 
 def test_a_torn_record_is_read_up_to_the_tear(tmp_path: Path) -> None:
     record = tmp_path / "a.jsonl"
-    record.write_text('{"session": 1, "event": "start", "at": 1.5}\n{"session": 1, "event": "tokens", "at": 2, "count": 8}\n{"sess')
+    record.write_text(
+        '{"session": 1, "event": "start", "at": 1.5}\n{"session": 1, "event": "tokens", "at": 2, "count": 8}\n{"sess'
+    )
     (session,) = read_sessions(record)
     assert (session.began, session.tokens, session.end) == (1.5, 8, "")
     assert read_sessions(tmp_path / "none") == []
@@ -311,7 +328,10 @@ def test_parity_compares_tokens_cache_and_codes() -> None:
         parity = checks.compare(questions, [wrong, needle], [good, needle], needles=True)
         assert not parity.passed and parity.identical == 1 and words in parity.problems[0]
     silent = Answer("no idea", (1, 2), 99, True, "r", "")
-    assert "7391 is not in the answer" in checks.compare(questions, [good, silent], [good, silent], needles=True).problems[0]
+    assert (
+        "7391 is not in the answer"
+        in checks.compare(questions, [good, silent], [good, silent], needles=True).problems[0]
+    )
 
 
 def test_the_prompts_are_eight_and_hide_their_codes() -> None:

@@ -215,7 +215,7 @@ def test_an_exception_ends_a_generation_only_after_its_transfers_are_over(monkey
     assert ("remove", "peer") not in fake.calls, "removed with transfers under way"
     with pytest.raises(PeerLost, match="2 transfers of its last generation"):
         agent.post("peer", 0, 1 << 20, 100, b"n", 4)
-    assert "last generation" in agent.add(info_of("peer"))
+    assert agent.add(info_of("peer")) == "", "an orderly peer was refused because its last generation is ending"
     fake.states[1], fake.states[3] = "DONE", "ERR"
     assert sorted((t.tag, bool(e)) for t, e in agent.poll()) == [(1, False), (3, True)]
     assert fake.calls[-1] == ("remove", "peer") and not agent.busy

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdxfer.settings import SupervisorSettings
-from pdxfer.supervisor import Guard, OverBudget, Phase, RestartPolicy, Supervisor, Watch
+from pdxfer.supervisor import GiveUp, Guard, OverBudget, Phase, RestartPolicy, Supervisor, Watch
 
 S = SupervisorSettings(
     restart_budget=3, restart_window=10.0, backoff_first=0.5, backoff_most=2.0, check_interval=0.1, start_deadline=5.0
@@ -193,3 +193,27 @@ def test_loop_gives_up_over_budget_and_a_failed_restart_counts() -> None:
     (why,) = run_supervised(service, scenario, FAST)
     assert "RuntimeError: no such device" in why
     assert service.starts == 3
+
+
+def test_a_defect_of_the_supervisor_itself_ends_the_daemon() -> None:
+    service = FakeService()
+
+    async def scenario(supervisor: Supervisor) -> None:
+        service.phase = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        await asyncio.sleep(0.2)
+
+    assert run_supervised(service, scenario, FAST) == ["supervisor: ZeroDivisionError: division by zero"]
+
+
+def test_a_service_may_say_that_only_a_new_process_helps() -> None:
+    service = FakeService()
+
+    async def hopeless() -> None:
+        raise GiveUp("it hangs in native code")
+
+    async def scenario(supervisor: Supervisor) -> None:
+        service.restart = hopeless  # type: ignore[method-assign]
+        service.now = Phase.DOWN
+        await asyncio.sleep(0.2)
+
+    assert run_supervised(service, scenario, FAST) == ["it hangs in native code"]
