@@ -120,6 +120,7 @@ class Daemon:
             attach_timeout=settings.worker.attach_timeout,
             max_connections=settings.worker.max_connections,
             max_buffer=settings.worker.max_buffer,
+            users=settings.worker.users,
         )
         self.engine = EngineService(
             settings.engine, name, incarnation, self._runtime, self._engine_said, self._engine_gone
@@ -130,7 +131,7 @@ class Daemon:
                 incarnation,
                 make_keys=self._effective.origins["bootstrap.key_file"] == "derived",
                 deliver=lambda batch: self.driver.deliver_all(batch),
-                refused=lambda origin, who, code, detail: self.driver.refused(origin, who, code, detail),
+                refused=lambda origin, who, code, detail, count: self.driver.refused(origin, who, code, detail, count),
                 died=lambda why: self.supervisor.died("bootstrap", why),
                 attached=lambda: list(self.node.state.by_engine_id),
             )

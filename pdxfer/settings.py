@@ -37,6 +37,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attach_timeout: float = 5.0  # seconds from the connection to the attach frame
     max_connections: int = 1024
     max_buffer: int = 64 << 20  # bytes queued for a worker that does not read, before it is dropped
+    users: tuple[int, ...] = ()  # ids of users whose workers may attach, beside root's and the sidecar's own
 
     def check(self) -> None:
         for key in ("attach_timeout", "max_connections", "max_buffer"):

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from .core import worker
@@ -41,7 +41,8 @@ class SocketInUse(Exception):
 class WorkerService:
     """``deliver`` gets WorkerAttached, WorkerSaid and WorkerGone; ``refused(code, detail)`` what was refused here.
 
-    ``uids``: the users who may connect; root and the sidecar's own user when left out.
+    ``users``: ids of users who may connect beside root and the sidecar's own; the kernel says who a process is, so the
+    socket's mode lets everybody knock where there are any.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WorkerService:
         max_connections: int = 1024,
         max_half_open: int = 128,
         max_buffer: int = 64 << 20,
-        uids: frozenset[int] | None = None,
+        users: Iterable[int] = (),
     ) -> None:
         self.path = os.fspath(path)
         self.accept_pauses = 0
@@ -64,7 +65,8 @@ class WorkerService:
         self._max_connections = max_connections
         self._max_half_open = max_half_open
         self._max_buffer = max_buffer
-        self._uids = uids if uids is not None else frozenset((0, os.geteuid()))
+        self._uids = frozenset((0, os.geteuid(), *users))
+        self._mode = 0o600 if self._uids <= {0, os.geteuid()} else 0o666
         self._links: dict[int, WorkerLink] = {}  # open connections
         self._half_open: dict[int, WorkerLink] = {}  # those that have not attached, oldest first
         self._fds: dict[int, tuple[int, ...]] = {}  # pools' descriptors, until forget
@@ -88,7 +90,7 @@ class WorkerService:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             listener.bind(self.path)
-            os.chmod(self.path, 0o600)  # before listen: until then nobody can connect
+            os.chmod(self.path, self._mode)  # before listen: until then nobody can connect
             found = os.stat(self.path)
             self._inode = (found.st_dev, found.st_ino)
             listener.listen(256)

@@ -475,10 +475,20 @@ def test_too_many_connections(tmp_path: Path, pool: SharedPool) -> None:
 
 def test_another_user_is_a_stranger(tmp_path: Path, pool: SharedPool) -> None:
     async def test(service: WorkerService, core: Core) -> None:
+        assert os.stat(service.path).st_mode & 0o777 == 0o600
+        service._uids = frozenset((12345,))  # as if this process were another user's
         refusal = await Raw(service.path).refusal()
         assert refusal.code == "stranger" and f"user {os.geteuid()}" in refusal.detail
 
-    run(tmp_path, test, uids=frozenset((12345,)))
+    run(tmp_path, test)
+
+
+def test_users_that_may_attach_can_knock(tmp_path: Path, pool: SharedPool) -> None:
+    async def test(service: WorkerService, core: Core) -> None:
+        assert os.stat(service.path).st_mode & 0o777 == 0o666
+        await still_serves(service, pool)
+
+    run(tmp_path, test, users=(12345,))
 
 
 def test_a_worker_that_does_not_read_is_dropped(tmp_path: Path, pool: SharedPool) -> None:
