@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import zmq
+
+LONGEST: Final = 4096  # bytes that are read of a key file
 
 
 class BadKeyFile(Exception):
@@ -33,39 +35,48 @@ def generate() -> KeyPair:
 
 
 def save(path: Path, keys: KeyPair) -> None:
-    """Write a new file with mode 0600. Raises BadKeyFile when there is one already."""
+    """Write a new file with mode 0600, whole or not at all. Raises BadKeyFile when there is one already."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(f"public = {keys.public}\nsecret = {keys.secret}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, path)  # unlike a rename it never replaces a key that is in use
+        finally:
+            os.unlink(draft)
     except FileExistsError:
         raise BadKeyFile(f"{path} exists already; remove it first if its key is to be replaced") from None
     except OSError as error:
-        raise BadKeyFile(f"{path}: {error.strerror}") from None
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(f"public = {keys.public}\nsecret = {keys.secret}\n")
-        file.flush()
-        os.fsync(file.fileno())
+        raise BadKeyFile(f"{path} cannot be written: {error.strerror}") from None
 
 
 def load(path: Path) -> KeyPair:
     """Read a key file. Raises BadKeyFile: missing, readable by others, or not a pair."""
     try:
-        mode = path.stat().st_mode
-        text = path.read_text(encoding="ascii")
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(LONGEST).decode("ascii")
     except FileNotFoundError:
         raise BadKeyFile(f"{path} does not exist; make one with: pdxfer keygen {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadKeyFile(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise BadKeyFile(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadKeyFile(f"{path} is no key file: it is not text; make one with: pdxfer keygen") from None
     if stat.S_IMODE(mode) & 0o077:
         raise BadKeyFile(f"{path} has mode {stat.S_IMODE(mode):04o}, expected 0600: others can read the secret; chmod 600 {path}")
-    found = dict(
-        (name.strip(), value.strip()) for name, _, value in (line.partition("=") for line in text.splitlines() if "=" in line)
-    )
-    # Z85 may hold '=' itself: take what stands behind the first one
+    lines = (line.partition("=") for line in text.splitlines())  # at the first one: Z85 may hold '=' itself
+    found = {name.strip(): value.strip() for name, _, value in lines}
     try:
         pair = KeyPair(found["public"], found["secret"])
         derived = zmq.curve_public(pair.secret.encode()).decode()
-    except (KeyError, zmq.ZMQError, ValueError) as error:
-        raise BadKeyFile(f"{path} is no key file ({type(error).__name__}: {error}); make one with: pdxfer keygen") from None
+    except KeyError as error:
+        raise BadKeyFile(f"{path} is no key file: it has no line {error.args[0]} = …; make one with: pdxfer keygen") from None
+    except (zmq.ZMQError, ValueError):
+        raise BadKeyFile(f"{path} is no key file: its secret is no key in Z85; make one with: pdxfer keygen") from None
     if derived != pair.public:
         raise BadKeyFile(f"{path}: the public key does not belong to the secret one; make a new pair with: pdxfer keygen")
     return pair

@@ -2,21 +2,29 @@
 
 Owns: the static table, the leases that one sidecar keeps for the others, and what a sidecar asks and announces. Must
 not: read a clock, or send; ``now`` is passed in, and what is to be said is returned.
+
+The registry's node also introduces nodes to each other: whoever looks up an engine is about to talk to that engine's node,
+which is told the asker's address and key, so that it need not know every peer's key beforehand.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import heapq
+from typing import Final, NamedTuple
 
 from pdxfer.core.messages import Announce, Located, Lookup, RegistryMessage
 
-from .settings import RegistrySettings
+from .settings import RegistrySettings, good_key, reachable
 
-MAX_LEASES = 100_000
+MAX_LEASES: Final = 100_000
+UNHEARD_PAUSE: Final = 0.5  # seconds between announcements that the registry does not answer
 
 
 class Answer(NamedTuple):
-    """Who serves ``engine_id``: ``node`` is empty when nobody does, and ``error`` then names the reason (core.reasons)."""
+    """Who serves ``engine_id``: ``node`` is empty when nobody does, and ``error`` then names the reason (core.reasons).
+
+    ``engine_id`` is empty in an introduction: it answers no question, but the node's address and key are to be learned.
+    """
 
     engine_id: str
     node: str
@@ -33,38 +41,71 @@ class Said(NamedTuple):
     message: RegistryMessage
 
 
+class _Holder(NamedTuple):
+    """What a node has announced of itself."""
+
+    until: float
+    incarnation: int
+    address: str
+    public_key: str
+    engines: frozenset[str]
+
+
 class Leases:
-    """The registry that one sidecar keeps: a lease for each engine id, until it runs out."""
+    """The registry that one sidecar keeps: each node's announcement, and with it its engine ids, until it runs out."""
 
     def __init__(self) -> None:
-        self._leases: dict[str, tuple[float, Located]] = {}
+        self._holders: dict[str, _Holder] = {}
+        self._engines: dict[str, str] = {}  # engine id -> node
+        self._ends: list[tuple[float, str]] = []  # (until, node), a heap; superseded entries are skipped
 
     def announce(self, node: str, incarnation: int, message: Announce, now: float) -> None:
         """Take a node's leases. An older incarnation cannot overwrite a newer one's; a live lease of another node stays."""
-        for engine_id, (until, lease) in list(self._leases.items()):
-            if lease.node == node and engine_id not in message.engines and lease.incarnation <= incarnation:
-                del self._leases[engine_id]
-            elif until <= now:
-                del self._leases[engine_id]
-        for engine_id in message.engines:
-            held = self._leases.get(engine_id)
-            if held is not None and held[1].node == node and held[1].incarnation > incarnation:
-                continue
-            if held is not None and held[1].node != node and held[0] > now:
-                continue
-            if held is None and len(self._leases) >= MAX_LEASES:
-                continue
-            lease = Located(engine_id, node, message.address, message.public_key, incarnation)
-            self._leases[engine_id] = (now + message.ttl, lease)
+        self._expire(now)
+        held = self._holders.get(node)
+        if held is not None and held.incarnation > incarnation:
+            return
+        self._drop(node)
+        room = MAX_LEASES - len(self._engines)
+        engines = frozenset([e for e in dict.fromkeys(message.engines) if e not in self._engines][: max(room, 0)])
+        until = now + message.ttl
+        self._holders[node] = _Holder(until, incarnation, message.address, message.public_key, engines)
+        self._engines.update(dict.fromkeys(engines, node))
+        heapq.heappush(self._ends, (until, node))
+        if len(self._ends) > 2 * len(self._holders) + 1024:  # renewed again and again
+            self._ends = [(held.until, node) for node, held in self._holders.items()]
+            heapq.heapify(self._ends)
 
     def lookup(self, engine_id: str, now: float) -> Located:
-        held = self._leases.get(engine_id)
-        if held is None or held[0] <= now:
-            return Located(engine_id, "", "", "", 0)
-        return held[1]
+        self._expire(now)
+        return self._located(engine_id, self._engines.get(engine_id, ""))
+
+    def introduce(self, node: str, now: float) -> Located | None:
+        """Who this node is, for a peer that it is about to talk to."""
+        self._expire(now)
+        return self._located("", node) if node in self._holders else None
 
     def count(self, now: float) -> int:
-        return sum(until > now for until, _ in self._leases.values())
+        self._expire(now)
+        return len(self._engines)
+
+    def _located(self, engine_id: str, node: str) -> Located:
+        held = self._holders.get(node)
+        if held is None:
+            return Located(engine_id, "", "", "", 0)
+        return Located(engine_id, node, held.address, held.public_key, held.incarnation)
+
+    def _expire(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            until, node = heapq.heappop(self._ends)
+            held = self._holders.get(node)
+            if held is not None and held.until == until:
+                self._drop(node)
+
+    def _drop(self, node: str) -> None:
+        held = self._holders.pop(node, None)
+        for engine_id in held.engines if held is not None else ():
+            del self._engines[engine_id]
 
 
 class Registry:
@@ -82,6 +123,7 @@ class Registry:
         self._heard = float("-inf")
         self._announced = float("-inf")
         self._last: tuple[str, ...] | None = None
+        self._began: float | None = None  # when this node began to keep the registry
 
     def reload(self, settings: RegistrySettings) -> None:
         """Take over the static entries; leases and what was asked stay."""
@@ -101,54 +143,100 @@ class Registry:
         if self._settings.kind == "static":
             return Answer(engine_id, "", 0, "unknown_engine"), []
         if self.leases is not None:
-            return _answer(self.leases.lookup(engine_id, now)), []
+            found = _answer(self.leases.lookup(engine_id, now))
+            if found.node or not self._gathering(now):
+                return found, []
+            self._asked.setdefault(engine_id, now)
+            return None, []
         cached = self._cache.get(engine_id)
         if cached is not None and cached[0] > now:
             return cached[1], []
         self._asked.setdefault(engine_id, now)
         return None, [Said(self._settings.server, Lookup(engine_id))]
 
-    def on_message(self, node: str, incarnation: int, message: RegistryMessage, now: float) -> tuple[Answer | None, list[Said]]:
-        """A registry message of an authenticated node. Raises ValueError for one that it had no right to send."""
+    def on_message(
+        self, node: str, incarnation: int, message: RegistryMessage, now: float, *, key: str
+    ) -> tuple[Answer | None, list[Said]]:
+        """A registry message of an authenticated node; ``key`` is what its connection has proven.
+
+        Raises ValueError for one that it had no right to send, or that cannot be true.
+        """
         if isinstance(message, Located):
-            if node != self._settings.server or self._settings.kind != "embedded":
-                raise ValueError(f"node {node!r} answers a lookup, the registry is kept by {self._settings.server!r}")
-            self._heard = now
-            answer = _answer(message)
-            if message.engine_id not in self._asked:
-                return None, []
-            del self._asked[message.engine_id]
-            if answer.node:
-                self._cache[message.engine_id] = (now + self._settings.cache, answer)
-            return answer, []
+            return self._located(node, message, now), []
         if self.leases is None:
             raise ValueError(f"node {node!r} takes this node for the registry; it is kept by {self._settings.server or 'nobody'!r}")
         if isinstance(message, Announce):
+            if message.public_key != key:
+                raise ValueError(f"node {node!r} announces public key {message.public_key[:50]!r}, expected its own, {key}")
+            if not reachable(message.address):
+                raise ValueError(f"node {node!r} announces address {message.address[:100]!r}, expected one that peers can connect to")
             self.leases.announce(node, incarnation, message, now)
             return None, []
-        return None, [Said(node, self.leases.lookup(message.engine_id, now))]
+        found = self.leases.lookup(message.engine_id, now)
+        if not found.node and message.engine_id and self._gathering(now):
+            return None, []  # it is asked again
+        said = [Said(node, found)]
+        asker = self.leases.introduce(node, now)
+        if asker is not None and found.node not in ("", node, self._node):
+            said.append(Said(found.node, asker))
+        return None, said
+
+    def _located(self, node: str, message: Located, now: float) -> Answer | None:
+        if node != self._settings.server or self._settings.kind != "embedded":
+            raise ValueError(f"node {node!r} answers a lookup, the registry is kept by {self._settings.server or 'nobody'!r}")
+        if message.node and not (good_key(message.public_key) and reachable(message.address)):
+            raise ValueError(
+                f"node {message.node[:40]!r} is said to be at {message.address[:100]!r} with public key"
+                f" {message.public_key[:50]!r}, expected an address that peers can connect to and a key"
+            )
+        self._heard = now
+        answer = _answer(message)
+        if not message.engine_id:
+            return answer if answer.node else None
+        if self._asked.pop(message.engine_id, None) is None:
+            return None
+        if answer.node:
+            self._cache[message.engine_id] = (now + self._settings.cache, answer)
+        return answer
 
     def due(self, engines: tuple[str, ...], address: str, now: float) -> list[Said]:
         """What is to be said now: the lease in time or when the engines changed, and lookups again."""
         if self._settings.kind != "embedded":
             return []
         self._cache = {k: v for k, v in self._cache.items() if v[0] > now}
-        said: list[Said] = []
-        if engines != self._last or now - self._announced >= self._settings.ttl / 3:
+        self._asked = {k: since for k, since in self._asked.items() if now - since <= self._settings.ttl}
+        announce = None
+        if engines != self._last or now - self._announced >= self._pause():
             self._last, self._announced = engines, now
             announce = Announce(address, self._public_key, engines, self._settings.ttl)
-            if self.leases is not None:
+        if self.leases is not None:
+            self._began = now if self._began is None else self._began
+            if announce is not None:
                 self.leases.announce(self._node, self._incarnation, announce, now)
-            else:
-                said.append(Said(self._settings.server, announce))
-                said.append(Said(self._settings.server, Lookup(self._node)))  # its answer shows that the registry lives
-                self._asked.setdefault(self._node, now)
-        for engine_id, since in list(self._asked.items()):
-            if now - since > self._settings.ttl:
-                del self._asked[engine_id]
-            elif engine_id != self._node:
-                said.append(Said(self._settings.server, Lookup(engine_id)))
-        return said
+            return []
+        said: list[RegistryMessage] = [Lookup(engine_id) for engine_id in self._asked]
+        if announce is not None:
+            said += [announce, Lookup("")]  # its answer shows that the registry lives
+        return [Said(self._settings.server, message) for message in said]
+
+    def settled(self, now: float) -> list[Answer]:
+        """The registry's node: what it asked itself while leases came in, and can be answered now."""
+        if self.leases is None:
+            return []
+        answers = [_answer(self.leases.lookup(engine_id, now)) for engine_id in self._asked]
+        settled = [answer for answer in answers if answer.node or not self._gathering(now)]
+        for answer in settled:
+            del self._asked[answer.engine_id]
+        return settled
+
+    def _pause(self) -> float:
+        """Between two announcements: the lease is renewed in time, and soon while the registry does not answer."""
+        third = self._settings.ttl / 3
+        return third if self.leases is not None or self._heard >= self._announced else min(third, UNHEARD_PAUSE)
+
+    def _gathering(self, now: float) -> bool:
+        """Just started, the registry's node does not know yet who serves what: an unknown engine id has no answer yet."""
+        return self._began is None or now - self._began < self._settings.ttl / 3 + UNHEARD_PAUSE
 
     def forget(self, engine_id: str) -> None:
         """The answer turned out to be wrong: ask anew."""

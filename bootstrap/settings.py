@@ -6,29 +6,63 @@ Owns: keys, defaults and the checks of single values. Must not: open sockets or 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from pdxfer.core.messages import good_name
 
-_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]*\]|[^:/\s]+):(\d+|\*)")
-KEY_CHARACTERS = 40  # of a CURVE key in Z85
+KEY_CHARACTERS: Final = 40  # of a CURVE key in Z85
+MAX_ENDPOINT: Final = 300  # characters: a host name has at most 253
+_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+(?:%\w+)?\]|\*|[A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5}|\*)", re.ASCII)
+_EVERYWHERE = ("*", "0.0.0.0", "[::]", "[0::0]", "[::0]")
+_Z85 = {c: i for i, c in enumerate("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")}
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-def check_endpoint(key: str, value: str) -> None:
-    match = _ENDPOINT.fullmatch(value)
-    if match is None or (match[2] != "*" and not int(match[2]) < 65536):
-        raise ValueError(f"{key} is {value!r}, expected tcp://HOST:PORT, for example tcp://10.0.0.1:7971")
+def split_endpoint(endpoint: str) -> tuple[str, str] | None:
+    """Host (an IPv6 one in its brackets) and port of tcp://HOST:PORT, or None when it is no such thing."""
+    match = _ENDPOINT.fullmatch(endpoint) if len(endpoint) <= MAX_ENDPOINT else None
+    if match is None or (match[2] != "*" and int(match[2]) > 65535):
+        return None
+    return match[1], match[2]
+
+
+def reachable(endpoint: str) -> bool:
+    """Is it one place that a peer can connect to: tcp, one host, one port?"""
+    parts = split_endpoint(endpoint)
+    return parts is not None and parts[0] not in _EVERYWHERE and parts[1] != "*" and int(parts[1]) > 0
+
+
+def good_key(key: str) -> bool:
+    """Is it a CURVE key in Z85: 40 characters, 32 bytes?"""
+    if len(key) != KEY_CHARACTERS or not all(c in _Z85 for c in key):
+        return False
+    for start in range(0, KEY_CHARACTERS, 5):
+        value = 0
+        for c in key[start : start + 5]:
+            value = value * 85 + _Z85[c]
+        if value >> 32:
+            return False
+    return True
+
+
+def check_address(key: str, value: str) -> None:
+    if not reachable(value):
+        raise ValueError(
+            f"{key} is {value[:MAX_ENDPOINT]!r}, expected one address and port that peers can connect to,"
+            " for example tcp://10.0.0.1:7971"
+        )
 
 
 def check_key(key: str, value: str) -> None:
-    if len(value) != KEY_CHARACTERS or not value.isprintable():
-        raise ValueError(f"{key} is {value[:50]!r}, expected the {KEY_CHARACTERS} characters of a public key (pdxfer keygen)")
+    if not good_key(value):
+        raise ValueError(
+            f"{key} is {value[:50]!r}, expected a public key of {KEY_CHARACTERS} characters in Z85: pdxfer keygen prints it"
+        )
 
 
 class BootstrapSettings(_Table, frozen=True):
@@ -44,11 +78,12 @@ class BootstrapSettings(_Table, frozen=True):
 
     def check(self) -> None:
         """Raise ValueError, naming the key, when a value cannot work."""
-        check_endpoint("bootstrap.listen", self.listen)
+        parts = split_endpoint(self.listen)
+        if parts is None:
+            raise ValueError(f"bootstrap.listen is {self.listen!r}, expected tcp://HOST:PORT, for example tcp://10.0.0.1:7971")
         if self.advertise:
-            check_endpoint("bootstrap.advertise", self.advertise)
-        host = self.listen[len("tcp://") :].rpartition(":")[0]
-        if not self.advertise and host in ("*", "0.0.0.0", "[::]"):
+            check_address("bootstrap.advertise", self.advertise)
+        elif parts[0] in _EVERYWHERE:
             raise ValueError(
                 f"bootstrap.advertise is empty and bootstrap.listen is {self.listen!r}: peers cannot connect to all"
                 " addresses; set bootstrap.advertise to the one that they reach"
@@ -90,7 +125,7 @@ class RegistrySettings(_Table, frozen=True):
             where = f"registry.nodes[{i}]"
             if not good_name(entry.node):
                 raise ValueError(f"{where}.node is {entry.node!r}, expected 1 to 128 printable characters")
-            check_endpoint(f"{where}.address", entry.address)
+            check_address(f"{where}.address", entry.address)
             check_key(f"{where}.public_key", entry.public_key)
             if entry.node in seen or entry.public_key in seen.values():
                 raise ValueError(f"{where}: node {entry.node!r} or its public key is named twice")

@@ -224,9 +224,9 @@ class Driver:
                 f": {action.detail}" if action.detail else "",
             )  # fmt: skip
 
-    def refused(self, origin: str, who: str, code: str, detail: str) -> None:
+    def refused(self, origin: str, who: str, code: str, detail: str, count: int = 1) -> None:
         """Count it; say it once per source and reason, since strangers can send without end."""
-        self._metrics.refuse(origin, code)
+        self._metrics.refuse(origin, code, count)
         quiet = self._limiter.allow((origin, who, code), self._loop.time())
         if quiet is not None:
             log.warning(

@@ -160,8 +160,8 @@ class Metrics:
         end = ENDS.get(reason)
         self.room_seconds.labels(side(sending), end.state if end else "FAILED").observe(age)
 
-    def refuse(self, origin: str, code: str) -> None:
-        self.refused.labels(origin, code).inc()
+    def refuse(self, origin: str, code: str, count: int = 1) -> None:
+        self.refused.labels(origin, code).inc(count)
 
     # what is -------------------------------------------------------------------------------------------------------
 

@@ -150,6 +150,8 @@ class BootstrapService:
     def _renew(self) -> None:
         engines = tuple(sorted(self._attached()))
         self._say(self._registry.due(engines, self.address, self._loop.time()))
+        for answer in self._registry.settled(self._loop.time()):
+            self._answer(answer)
 
     def _say(self, said: Iterable[Said]) -> None:
         for node, message in said:
@@ -158,7 +160,8 @@ class BootstrapService:
     def _answer(self, answer: Answer) -> None:
         if answer.node and answer.address:
             self._directory.learn(answer.node, answer.address, answer.public_key)
-        self._deliver([Resolved(answer.engine_id, answer.node, answer.incarnation, answer.error)])
+        if answer.engine_id:  # an introduction has none
+            self._deliver([Resolved(answer.engine_id, answer.node, answer.incarnation, answer.error)])
 
     def _heard(self, batch: list[Event]) -> None:
         """From the thread: the registry's messages stay here, the rest is the core's."""
@@ -179,9 +182,11 @@ class BootstrapService:
         if isinstance(message, messages.Announce):
             self._directory.learn(event.node, message.address)  # where its lookups are answered to
         try:
-            answer, said = self._registry.on_message(event.node, event.incarnation, message, self._loop.time())
+            answer, said = self._registry.on_message(
+                event.node, event.incarnation, message, self._loop.time(), key=self._directory.key_of(event.node)
+            )
         except ValueError as error:
-            self._refused("peer", event.node, "bad_frame", str(error))
+            self._refused("peer", event.node, "bad_frame", str(error), 1)
             return
         self._say(said)
         if answer is not None:

@@ -19,6 +19,7 @@ KINDS = (
     "worker_drop", "abort_storm", "clock_jump", "registry_error", "registry_silent", "operator_abort", "few_slots",
 )  # fmt: skip
 MILD = {"lossy", "repeats", "late", "corrupt", "reset", "landed_lost"}  # every room must be done all the same
+HARSH = ("engine_kill", "engine_hang", "late_writes", "parent_kill", "worker_drop", "worker_kill", "abort_storm", "reset")
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ def draw(seed: int, span: float) -> list[Fault]:
     if mood < 0.12:
         return []
     kinds = sorted(MILD) if mood < 0.35 else list(KINDS)
-    if mood >= 0.6:
+    if mood >= 0.8:
         kinds = rng.sample(kinds, 2)
+    elif mood >= 0.6:  # a bad link, and something that dies or stalls meanwhile
+        kinds = [rng.choice(("lossy", "repeats", "late")), rng.choice(HARSH)]
     return [
         Fault(rng.random() * span, rng.choice(kinds), rng.randrange(100), 0.05 + 2.0 * rng.random() ** 2, rng.random())
         for _ in range(rng.choice((1, 1, 2, 3, 5, 8, 12)))

@@ -89,6 +89,7 @@ def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, 
     world.run(SPAN + 0.5)
     _calm(world)
     start = world.now
+    world.run(start + 1.5)  # what workers have in hand still begins
     while (left := unsettled(world)) and world.now < start + BOUND:
         world.run(world.now + 0.25)
     result.home_after = world.now - start

@@ -95,7 +95,7 @@ class VirtualWorker:
 
     def _again(self) -> None:
         life = self.life
-        self.world.after(0.2, lambda: self.attach() if life == self.life else None)
+        self.world.after(self.world.workload.choice((0.001, 0.02, 0.2)), lambda: self.attach() if life == self.life else None)
 
     def disconnected(self) -> None:
         """The sidecar is gone or has hung up: every room ends, and no page is touched before we are attached again."""

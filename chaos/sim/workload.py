@@ -44,7 +44,7 @@ def room(world: World, name: str, epoch: int, source: VirtualWorker, target: Vir
     if epoch < 2:
 
         def again(reason: str) -> None:
-            if not reason.startswith(("done", "rejected")) and world.now < 3.0:
+            if not reason.startswith(("done", "rejected")) and not world.calm:
                 room(world, name, epoch + 1, source, target, world.now + 0.002, clean=clean)
 
         receive.then = again

@@ -80,7 +80,10 @@ def _run(pipe: Connection, entry: Entry, arguments: tuple[Any, ...], environment
         entry(pipe, *arguments)
     except (EOFError, ConnectionError):
         status = 0  # the bench is over
-    except Exception:  # noqa: BLE001 - told to the bench, which raises it there
+    except BenchError as error:
+        status = 1
+        pipe.send(Failure(str(error)))
+    except Exception:  # noqa: BLE001 - a defect: told to the bench, which raises it there
         status = 1
         pipe.send(Failure(traceback.format_exc()))
     finally:

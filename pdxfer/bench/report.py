@@ -27,6 +27,14 @@ def show(result: Result, console: Console) -> None:
                 f"A room of one page ({outcome.page_bytes * outcome.planes / 1024:g} KiB in {outcome.planes} planes), one at a time:"
                 f" p50 {one.p50_ms:.2f} ms, p99 {one.p99_ms:.2f} ms."
             )
+        for f in outcome.figures:
+            if f.way == WAYS[0]:
+                console.print(
+                    f"Processor time of both sidecars, {f.concurrency} at a time: {f.parents + f.engines:.2f} s for each GB"
+                    f" (parents {f.parents:.2f}, engines {f.engines:.2f})."
+                )
+        parts = ", ".join(f"{part} {rate:.1f} GB/s" for part, rate in outcome.parts.items())
+        console.print(f"While it ran: {parts}.")
         console.print(
             f"Checked: all bytes of {outcome.rooms_checked_whole} rooms and {outcome.cells_checked} pages in all, none wrong;"
             f" plain NIXL: all bytes of {outcome.transfers_checked} transfers."

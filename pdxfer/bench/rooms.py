@@ -18,7 +18,8 @@ import numpy.typing as npt
 from pdxfer.client import Client, Disconnected, Ended, Rejected
 from pdxfer.pools import SharedPool
 
-from .case import Batch, Case, Cells, content
+from .case import Batch, Case, Cells, Table, content
+from .child import BenchError
 
 PREFILL, DECODE = "bench-prefill", "bench-decode"
 SPOTS = 4  # cells that are checked in every room, beside the whole of each lane's last room
@@ -93,26 +94,27 @@ def _receive_all(client: Client, case: Case, batch: Batch, views: list[Cells]) -
         client.receive(batch.room(lane, number), source=PREFILL, pages=table)
 
     def over(lane: int, number: int) -> None:
-        nonlocal checked
         ended[lane, number] = time.monotonic()
-        if number == batch.rooms_each - 1:
-            cells = [(plane, np.arange(batch.pages)) for plane in range(case.planes)]
-        else:
-            spots = random.integers(0, (case.planes, batch.pages), (SPOTS, 2))
-            cells = [(int(plane), np.array([page])) for plane, page in spots]
-        sources = case.source_table(lane, number, batch.pages)
-        targets = case.target_table(lane, batch.pages)
-        for plane, logical in cells:
-            found = views[plane][targets[logical]]
-            wrong = (found != content(plane, sources[logical], case.page_bytes)).any(axis=1)
-            if wrong.any():
-                raise ValueError(
-                    f"wrong bytes: room {batch.room(lane, number)}, plane {plane}, logical pages"
-                    f" {logical[wrong].tolist()}: they are not what the prefill worker holds"
-                )
-            checked += len(logical)
+        for plane, page in random.integers(0, (case.planes, batch.pages), (SPOTS, 2)):
+            check(lane, number, int(plane), np.array([page]))
+
+    def check(lane: int, number: int, plane: int, logical: Table) -> None:
+        nonlocal checked
+        found = views[plane][case.target_table(lane, batch.pages)[logical]]
+        sources = case.source_table(lane, number, batch.pages)[logical]
+        wrong = (found != content(plane, sources, case.page_bytes)).any(axis=1)
+        if wrong.any():
+            raise BenchError(
+                f"wrong bytes: room {batch.room(lane, number)}, plane {plane}, logical pages"
+                f" {logical[wrong].tolist()}: they are not what the prefill worker holds"
+            )
+        checked += len(logical)
 
     _run(client, batch, begin, over)
+    for lane in range(batch.lanes):  # after the clock has stopped
+        client.poll(0.0)
+        for plane in range(case.planes):
+            check(lane, batch.rooms_each - 1, plane, np.arange(batch.pages))
     return Received(asked, ended, checked)
 
 
@@ -125,7 +127,7 @@ def _order(pipe: Connection, client: Client) -> Batch:
 
 
 def _run(client: Client, batch: Batch, begin: Callable[[int, int], None], over: Callable[[int, int], None]) -> None:
-    """Every lane's rooms one after the other, the lanes side by side. Raises ValueError when a room is not DONE."""
+    """Every lane's rooms one after the other, the lanes side by side. Raises BenchError when a room is not DONE."""
     at = {batch.room(lane, number): (lane, number) for lane in range(batch.lanes) for number in range(batch.rooms_each)}
     for lane in range(batch.lanes):
         begin(lane, 0)
@@ -135,17 +137,17 @@ def _run(client: Client, batch: Batch, begin: Callable[[int, int], None], over: 
         if events:
             heard = time.monotonic()
         elif time.monotonic() - heard > SILENCE:
-            raise ValueError(
+            raise BenchError(
                 f"{len(at)} rooms of batch {batch.name} have not ended within {SILENCE:g} s of the last event"
             )
         for event in events:
             if isinstance(event, Ended):
                 end = event.end
                 if not end.done:
-                    raise ValueError(f"room {end.room} ended {end.state} ({end.reason}): {end.detail}")
+                    raise BenchError(f"room {end.room} ended {end.state} ({end.reason}): {end.detail}")
                 lane, number = at.pop(end.room)
                 over(lane, number)
                 if number + 1 < batch.rooms_each:
                     begin(lane, number + 1)
             elif isinstance(event, Rejected | Disconnected):
-                raise ValueError(f"the sidecar: {event}")
+                raise BenchError(f"the sidecar: {event}")

@@ -32,6 +32,7 @@ WAYS = ("pdxfer", "one descriptor", "per page")
 ONE_PAGE_ROOMS = 200
 START = 60.0  # seconds for a process to be ready
 PATIENCE = 300.0  # seconds for a batch
+COUNTERS_LATE = 1.3  # seconds after which an engine has told its totals
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Figures:
     p50_ms: float
     p99_ms: float
     rounds: list[float]  # GB/s of each
+    parents: float = 0.0  # processor seconds for each GB, both nodes together
+    engines: float = 0.0
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Outcome:
     room_bytes: int
     figures: list[Figures] = field(default_factory=list)
     one_page: Figures | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # GB/s of each part of the engines' work, where it runs
     rooms_checked_whole: int = 0
     cells_checked: int = 0
     transfers_checked: int = 0  # of plain NIXL
@@ -106,6 +110,12 @@ class Rounds:
 
     seconds: list[float] = field(default_factory=list)
     each: list[float] = field(default_factory=list)
+    parents: float = 0.0
+    engines: float = 0.0
+
+    def add(self, seconds: float, each: Sequence[float]) -> None:
+        self.seconds.append(seconds)
+        self.each.extend(each)
 
     def figures(self, way: str, concurrency: int, count: int, room_bytes: int) -> Figures:
         rates = [count / s for s in self.seconds]
@@ -120,6 +130,8 @@ class Rounds:
             p50,
             p99,
             [r * room_bytes / 1e9 for r in rates],
+            self.parents / (len(self.each) * room_bytes / 1e9),
+            self.engines / (len(self.each) * room_bytes / 1e9),
         )
 
 
@@ -188,37 +200,29 @@ class _Measurement:
     def _measure(self) -> None:
         seen = {(way, c): Rounds() for way in WAYS for c in self.options.concurrency}
         count = self.options.rooms or -(-self.options.batch_bytes // self.case.room_bytes)
+        before = {node: self.sidecars.counters(node) for node in "pd"}
         for way, concurrency in seen:  # connections, descriptors and first touches are not the steady state
-            self._batch(way, concurrency, concurrency, self.case.pages)
+            self._batch(way, concurrency, concurrency, self.case.pages, Rounds())
         for turn in range(self.options.rounds):
             for (way, concurrency), into in seen.items():
                 self.say(f"{self._title()}, round {turn + 1} of {self.options.rounds}: {way}, {concurrency} at a time")
-                seconds, each = self._batch(way, concurrency, count, self.case.pages)
-                into.seconds.append(seconds)
-                into.each.extend(each)
+                self._batch(way, concurrency, count, self.case.pages, into)
         for (way, concurrency), found in seen.items():
             per_round = len(found.each) // len(found.seconds)
             self.outcome.figures.append(found.figures(way, concurrency, per_round, self.case.room_bytes))
         one = Rounds()
-        seconds, each = self._batch("pdxfer", 1, ONE_PAGE_ROOMS, 1)
-        one.seconds.append(seconds)
-        one.each.extend(each)
-        self.outcome.one_page = one.figures("pdxfer", 1, len(each), self.case.page_bytes * self.case.planes)
+        self._batch("pdxfer", 1, ONE_PAGE_ROOMS, 1, one)
+        self.outcome.one_page = one.figures("pdxfer", 1, len(one.each), self.case.page_bytes * self.case.planes)
+        time.sleep(COUNTERS_LATE)
+        self.outcome.parts = _parts(before, {node: self.sidecars.counters(node) for node in "pd"})
 
-    def _batch(self, way: str, lanes: int, count: int, pages: int) -> tuple[float, Sequence[float]]:
-        """Run one. Returns its seconds and those of each room."""
+    def _batch(self, way: str, lanes: int, count: int, pages: int, into: Rounds) -> None:
+        """Run one."""
         self.serial += 1
         batch = Batch(f"{self.name}-{self.serial}", lanes, rooms_each(count, lanes), pages)
         if way == "pdxfer":
-            self.decode.tell(batch)
-            self.prefill.tell(batch)
-            received: rooms.Received = self.decode.answer(PATIENCE)
-            sent: rooms.Sent = self.prefill.answer(PATIENCE)
-            self.outcome.rooms_checked_whole += lanes
-            self.outcome.cells_checked += received.cells
-            began = np.maximum(sent.asked, received.asked)
-            first = min(sent.asked.min(), received.asked.min())
-            return float(received.ended.max() - first), (received.ended - began).ravel().tolist()
+            self._rooms(batch, into)
+            return
         order = plain.Order(batch, way == WAYS[2])
         self.target.ask(order, PATIENCE)
         measured: plain.Measured = self.initiator.ask(order, PATIENCE)
@@ -226,10 +230,40 @@ class _Measurement:
         if wrong:
             raise BenchError(f"plain NIXL, {way}: {wrong} pages at the target are not those of the source")
         self.outcome.transfers_checked += lanes
-        return measured.seconds, measured.each
+        into.add(measured.seconds, measured.each)
+
+    def _rooms(self, batch: Batch, into: Rounds) -> None:
+        parents, engines = self.sidecars.processor_seconds()
+        self.decode.tell(batch)
+        self.prefill.tell(batch)
+        received: rooms.Received = self.decode.answer(PATIENCE)
+        sent: rooms.Sent = self.prefill.answer(PATIENCE)
+        after = self.sidecars.processor_seconds()
+        into.parents += after[0] - parents
+        into.engines += after[1] - engines
+        self.outcome.rooms_checked_whole += batch.lanes
+        self.outcome.cells_checked += received.cells
+        began = np.maximum(sent.asked, received.asked)
+        first = min(sent.asked.min(), received.asked.min())
+        into.add(float(received.ended.max() - first), (received.ended - began).ravel().tolist())
 
     def _title(self) -> str:
         return f"pages of {self.case.page_bytes} bytes, rooms of {self.case.room_bytes / 2**20:g} MiB"
+
+
+def _parts(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
+    """How fast each part of the engines' work was, while it ran, in GB/s."""
+
+    def rate(node: str, moved: str, seconds: str) -> float:
+        gained = [after[node].get(name, 0.0) - before[node].get(name, 0.0) for name in (moved, seconds)]
+        return gained[0] / 1e9 / gained[1] if gained[1] > 0 else 0.0
+
+    return {
+        "gather": rate("p", "bytes_sent", "gather_seconds"),
+        "digest": rate("p", "bytes_sent", "digest_seconds"),
+        "digest again": rate("d", "bytes_scattered", "digest_seconds"),
+        "scatter": rate("d", "bytes_scattered", "scatter_seconds"),
+    }
 
 
 def machine(tls: str) -> dict[str, Any]:

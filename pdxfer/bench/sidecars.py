@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -80,8 +81,24 @@ class Sidecars:
             found: dict[str, Any] = json.load(answer)
         return found
 
+    def processor_seconds(self) -> tuple[float, float]:
+        """What the two parents have used so far, and the two engines. Blocks."""
+        statuses = [self._ask(node, "/status") for node in "pd"]
+        parents = sum(_processor_seconds(status["pid"]) for status in statuses)
+        return parents, sum(_processor_seconds(status["engine"]["pid"]) for status in statuses)
+
+    def counters(self, node: str) -> dict[str, float]:
+        """The totals of a node's engine, of a second ago at most. Blocks."""
+        found: dict[str, float] = self._ask(node, "/status")["engine"]["counters"]
+        return found
+
     async def close(self) -> list[str]:
         """Returns what went wrong with it."""
         problems = await self.manager.stop()
         shutil.rmtree(self.directory)
         return problems
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

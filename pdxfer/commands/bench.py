@@ -114,6 +114,6 @@ def bench(
         raise Failure(str(error), FAILED) from None
     except KeyboardInterrupt:
         raise Failure("ended by ^C; every process is gone", 130) from None
-    report.show(result, console)
     if json_file is not None:
         json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n", encoding="utf-8")
+    report.show(result, console)

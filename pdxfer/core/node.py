@@ -185,11 +185,12 @@ class Node:
                     "peer", event.node, "wrong_incarnation",
                     f"{type(message).__name__} for incarnation {event.to_incarnation:x}, this is {st.incarnation:x}",
                 )  # fmt: skip
-                st.emit(events.ToPeer(event.node, event.incarnation, self.peers.hello()))  # it learns that we restarted
+                self.peers.introduce(event.node, event.incarnation)  # it learns that we restarted
                 return
             if peer is None or peer.incarnation != event.incarnation or peer.hello is None:
                 st.refuse("peer", event.node, "no_session", f"{type(message).__name__} before Hello")
-                st.emit(events.ToPeer(event.node, 0, self.peers.hello()))
+                if peer is not None or not isinstance(message, messages.Heartbeat):  # which answers a Hello
+                    self.peers.introduce(event.node, 0)
                 return
             self.peers.heard(peer)
             handler = self._by_message.get(type(message))

@@ -41,8 +41,18 @@ class Peers:
     def _say_hello(self, peer: Peer) -> None:
         st = self.state
         st.emit(ToPeer(peer.node, peer.incarnation, self.hello()))
+        peer.hello_at = st.now
         peer.hello_delay = min(peer.hello_delay * 2 or st.limits.retry_first, st.limits.retry_most)
         st.timers.set(("hello", peer.node), st.now + peer.hello_delay)
+
+    def introduce(self, node: str, incarnation: int) -> None:
+        """Answer a node that takes us for another, or whose Hello we lack, with our own Hello; not more often than it helps."""
+        st = self.state
+        peer = st.peers.get(node)
+        if peer is None or st.now >= peer.hello_at + st.limits.retry_first:
+            st.emit(ToPeer(node, incarnation, self.hello()))
+            if peer is not None:
+                peer.hello_at = st.now
 
     def retry_hello(self, node: str) -> None:
         st = self.state
@@ -95,6 +105,8 @@ class Peers:
             self._restarted(peer, f"incarnation {peer.incarnation:x} is over, {incarnation:x} is up")
         if peer.hello is not None and peer.incarnation == incarnation and message.revision <= peer.hello.revision:
             if message.revision == peer.hello.revision:
+                if st.now >= peer.hello_at + st.limits.retry_most:
+                    self._say_hello(peer)  # it says so again: it may have forgotten us
                 self._answer(peer)
             return peer
         old = peer.engine
@@ -117,7 +129,7 @@ class Peers:
         """Show that we hold its Hello; give ours if it may lack it."""
         st = self.state
         assert peer.hello is not None
-        if peer.seen < st.revision:
+        if peer.seen < st.revision and st.now >= peer.hello_at + st.limits.retry_first:  # else Hello answers Hello for ever
             self._say_hello(peer)
         st.to_peer(peer.node, Heartbeat(st.revision, peer.hello.revision))
 
@@ -240,6 +252,7 @@ class Peers:
             self._remove_agent(peer.engine.agent)
         self.receiver.writers_gone(peer.node)
         peer.hello = None
+        peer.hello_at = float("-inf")
         peer.seen = 0
         peer.cut_at = None
         peer.hello_delay = 0.0

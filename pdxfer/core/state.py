@@ -63,6 +63,7 @@ class Peer:
         self.cut_at: float | None = None
         self.engine_since = now  # when its engine last came or went
         self.hello_delay = 0.0
+        self.hello_at = float("-inf")  # when it was told our Hello last
         self.rooms: dict[RoomKey, None] = {}
 
     @property

@@ -193,19 +193,30 @@ def away(snapshot: Snapshot, base: Baseline) -> Away:
 
 def room_ends(metrics: str) -> dict[str, dict[str, int]]:
     """From a sidecar's /metrics: side -> reason -> how many rooms ended so."""
-    return _counter(metrics, "pdxfer_room_ends", "side", "reason")
+    return counter(metrics, "pdxfer_room_ends", "side", "reason")
 
 
 def restarts(metrics: str) -> dict[str, int]:
     """From a sidecar's /metrics: service -> how often it was restarted."""
     return {
         service: n
-        for service, by in _counter(metrics, "pdxfer_restarts", "service", "service").items()
+        for service, by in counter(metrics, "pdxfer_restarts", "service", "service").items()
         for n in by.values()
     }
 
 
-def _counter(metrics: str, family: str, first: str, second: str) -> dict[str, dict[str, int]]:
+def defects(metrics: str) -> int:
+    """From a sidecar's /metrics: on how many events its core or its main loop has raised."""
+    return sum(
+        int(sample.value)
+        for found in text_string_to_metric_families(metrics)
+        if found.name == "pdxfer_core_errors"
+        for sample in found.samples
+        if sample.name == "pdxfer_core_errors_total"
+    )
+
+
+def counter(metrics: str, family: str, first: str, second: str) -> dict[str, dict[str, int]]:
     out: dict[str, dict[str, int]] = {}
     for found in text_string_to_metric_families(metrics):
         if found.name == family:
@@ -224,10 +235,17 @@ def difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, i
 class Observer:
     """Asks everybody, keeps the history, and sums what must survive a worker's restart."""
 
-    def __init__(self, sidecars: Mapping[str, str], workers: Mapping[str, str], gateway: str) -> None:
+    def __init__(
+        self,
+        sidecars: Mapping[str, str],
+        workers: Mapping[str, str],
+        gateway: str = "",
+        interval: float = SAMPLE_INTERVAL,
+    ) -> None:
         self.sidecars = dict(sidecars)  # node -> the URL of its admin service
         self.workers = dict(workers)  # engine id -> the URL of the worker
-        self.gateway = gateway
+        self.gateway = gateway  # empty: there is none
+        self.interval = interval
         self.history: list[Snapshot] = []
         self.http = httpx.AsyncClient(timeout=ASK_TIMEOUT, trust_env=False)
         self._wrong: dict[str, tuple[int, int]] = {}  # worker -> (of earlier processes and up to here, last reading)
@@ -246,7 +264,7 @@ class Observer:
         while True:
             began = time.monotonic()
             self.history.append(await self.look())
-            await asyncio.sleep(max(0.05, SAMPLE_INTERVAL - (time.monotonic() - began)))
+            await asyncio.sleep(max(0.05, self.interval - (time.monotonic() - began)))
 
     async def get(self, url: str, timeout: float = ASK_TIMEOUT) -> httpx.Response:
         """One GET; raises httpx.HTTPError also for a status that is not a success."""
@@ -276,6 +294,8 @@ class Observer:
                 self._wrong[name] = (total + grown, view.wrong_bytes)
 
         async def gateway() -> None:
+            if not self.gateway:
+                return
             try:
                 front.append(gateway_view((await self.get(f"{self.gateway}/stats")).json()))
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:

@@ -77,7 +77,7 @@ def render(report: Report, timeline: Timeline) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>pdxfer demo: {"pass" if report.passed else "fail"}</title>
-<style>{_STYLE}</style></head><body>
+<style>{STYLE}</style></head><body>
 <h1>pdxfer demo</h1>
 <p class="verdict {"pass" if report.passed else "fail"}">{escape(report.verdict_line())}</p>
 <p>Engine {escape(report.engine)}, {escape(report.dtype)}, seed {report.seed}, started {escape(report.started)}, took
@@ -91,8 +91,8 @@ were equal for {parity.kv_identical}; {parity.needles_found} of {parity.needles}
 {_problems(problems)}
 <h2>Timeline</h2>
 <p>Rooms that are live on each sidecar, by state. Red lines are faults; triangles are what came up again.</p>
-{_svg(timeline)}
-{_legend(timeline)}
+{svg(timeline)}
+{legend(timeline)}
 <ol class="marks">{"".join(map(_item, timeline.marks))}</ol>
 </body></html>
 """
@@ -122,7 +122,7 @@ def _problems(problems: Sequence[str]) -> str:
 # the drawing -------------------------------------------------------------------------------------------------------
 
 
-def _svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline) -> str:
     seconds = max(timeline.seconds, 0.1)
 
     def x(at: float) -> float:
@@ -208,7 +208,7 @@ def _ticks(seconds: float) -> list[float]:
     return [float(i * step) for i in range(int(seconds // step) + 1)]
 
 
-def _legend(timeline: Timeline) -> str:
+def legend(timeline: Timeline) -> str:
     seen = {state for points in timeline.lanes.values() for point in points if point.rooms for state in point.rooms}
     entries = dict.fromkeys(
         STATES.get(state, OTHER) for state in (*STATES, *sorted(seen - STATES.keys())) if state in seen
@@ -217,7 +217,7 @@ def _legend(timeline: Timeline) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--fg:#1c2430;--bg:#fff;--line:#c9d1dc;--soft:#f2f5f9;--soft2:#e7ecf3;
 --bad:#c02626;--good:#14733b}
 @media(prefers-color-scheme:dark){:root{--fg:#dde4ee;--bg:#12161c;--line:#3a4452;--soft:#191f28;--soft2:#212936;

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 MARKER = "PDXFER_DEMO_RUN"
-RESTART_PAUSE = 0.2  # before the first restart, then doubled
+RESTART_PAUSE = 0.2  # before the first restart, then multiplied by the process's backoff
 RESTART_BUDGET = 6  # restarts of one process
 PR_SET_PDEATHSIG = 1
 
@@ -44,6 +44,8 @@ class Spec:
     ready: Probe | None = None
     advice: str = ""
     restart: bool = False
+    budget: int = RESTART_BUDGET
+    backoff: float = 2.0  # what the pause before a restart is multiplied by each time
     stdin: Path | None = None
     stdout: Path | None = None  # where standard output goes when it is data and not log
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -164,7 +166,7 @@ class Manager:
             self.note("exit", running.spec.name, exit_text(code))
             if self.stopping or not running.spec.restart:
                 return
-            if running.restarts >= RESTART_BUDGET:
+            if running.restarts >= running.spec.budget:
                 running.gave_up = (
                     f"{running.spec.name} ended {len(running.exits)} times, the last by {exit_text(code)};"
                     " it is not restarted again"
@@ -172,7 +174,7 @@ class Manager:
                 self._say(running.gave_up)
                 return
             await asyncio.sleep(pause)
-            pause *= 2
+            pause *= running.spec.backoff
             if self.stopping:
                 return
             await self._spawn(running)

@@ -238,13 +238,12 @@ def row(item: Round) -> tuple[str, ...]:
     )
 
 
-def table(report: Report, *, wide: bool) -> Table:
-    """The table for a terminal. ``wide``: there is room for columns that do not fold."""
+def table(report: Report) -> Table:
+    """The table for a terminal."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=CAPTION, caption_justify="left")
-    for index, name in enumerate(COLUMNS):
-        numeric, widest = 3 <= index <= 6, (37, 8, 26, 9, 7, 7, 6, 4)[index]
-        out.add_column(name, justify="right" if numeric else "left", overflow="fold", min_width=min(widest, 12))
-        out.columns[-1].width = widest if wide else None
+    widths = (None, 8, None, 9, 7, 7, 6, 4)  # what is left is shared by the two columns of words
+    for index, (name, width) in enumerate(zip(COLUMNS, widths, strict=True)):
+        out.add_column(name, width=width, justify="right" if 3 <= index <= 6 else "left", overflow="fold")
     for item in report.rounds:
         out.add_row(*row(item), style=None if item.passed else "bold red")
     return out

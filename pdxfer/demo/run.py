@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from . import checks, page
 from . import report as results
 from .faults import Fault, KillEngine, KillWorker, RaiseInBootstrap
-from .observe import baseline, why
+from .observe import baseline, defects, why
 from .processes import DemoError
 from .report import Report, Round
 from .rounds import Pace, Rounds, settled
@@ -39,7 +39,7 @@ from .system import DECODE, System
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 LOAD_SESSIONS = 16
-NARROWEST = 118  # columns of the table where there is no terminal to ask
+WIDTH = 118  # columns of the table where there is no terminal to ask
 REFERENCE_DEADLINE = 120.0  # seconds
 QUICK = Pace(probe_timeout=10.0, probe_deadline=30.0, home_deadline=15.0, agent_deadline=45.0)
 FULL = Pace(probe_timeout=40.0, probe_deadline=90.0, home_deadline=30.0, agent_deadline=120.0, load_deadline=60.0)
@@ -176,6 +176,12 @@ class Demo:
                 display.step(f"step 3: {fault.name} under {LOAD_SESSIONS} sessions")
                 self._found(await self.rounds.under_load(fault, LOAD_SESSIONS))
 
+        for node in system.observer.sidecars:
+            if count := defects(await system.observer.metrics(node)):
+                self.report.problems.append(
+                    f"sidecar {node} raised {count} times by itself (pdxfer_core_errors_total); see its log"
+                )
+
     def _faults(self) -> list[Fault]:
         return [make(self.system) for make in FAULTS]
 
@@ -263,7 +269,7 @@ def main(options: Options) -> int:
     """Run the demo; returns the exit code."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=NARROWEST)
+        console = Console(width=WIDTH)
     display = Display(console)
     for path in (options.json, options.html):
         if path is not None and not path.absolute().parent.is_dir():
@@ -298,7 +304,7 @@ def _publish(options: Options, console: Console, demo: Demo) -> int:
     """Print and write what was found."""
     report = demo.report
     if report.rounds:
-        console.print(results.table(report, wide=console.width >= NARROWEST))
+        console.print(results.table(report))
     for problem in report.all_problems():
         console.print(f"- {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
     if options.json is not None:

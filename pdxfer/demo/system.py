@@ -39,7 +39,7 @@ class System:
         self.model = engine  # the gateway's model has the engine's name
         self.dtype = dtype
         self.seed = seed
-        self.directory = _short_directory()
+        self.directory = short_directory()
         self.logs = logs if logs is not None else self.directory / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.manager = Manager(self.logs, say)
@@ -207,12 +207,12 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # strings, numbers and booleans are written alike in both
 
 
-def _short_directory() -> Path:
+def short_directory(prefix: str = "pdxfer-demo-") -> Path:
     """A temporary directory whose sockets' names fit into sun_path, whatever TMPDIR says."""
-    directory = Path(tempfile.mkdtemp(prefix="pdxfer-demo-"))
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
     if len(os.fsencode(directory / "p" / "worker.sock")) > MAX_SOCKET:
         directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="pdxfer-demo-", dir="/tmp"))
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
     return directory
 
 

@@ -166,7 +166,7 @@ def test_workers_survive_their_sidecars_restart(tmp_path: Path, node: str) -> No
         assert await manager.wait_exit(name, 40) in (0, 1)
         ends = [line for line in it.record(name) if line["event"] == "end"]
         assert len(ends) == 16, "every session ended"
-        assert set(line["reason"] for line in ends) <= {"length", "no_worker", *ENDS}
+        assert {line["reason"] for line in ends} <= {"length", "no_worker", *ENDS}
 
         async def answered() -> bool:
             after = await it.ask(prompt)

@@ -39,6 +39,12 @@ def attach(engine_id: str, specs: tuple[PoolSpec, ...] = SPECS, pages: int = PAG
     return worker.Attach(**fields | change)
 
 
+def landed(send: jobs.Send) -> messages.Segment:
+    """The notification of a WRITE: its segment with the digest."""
+    fields = {f: getattr(send.segment, f) for f in send.segment.__struct_fields__}
+    return messages.Segment(**fields | {"digest": 77})
+
+
 class Side:
     """A Node and its surroundings."""
 
@@ -166,6 +172,7 @@ class Net:
         self.where: dict[str, str] = {}  # registry: engine id -> node, or "!reason"
         self.deaf: set[tuple[str, str]] = set()  # cut links (source, target)
         self.drop: set[type] = set()
+        self.notify = True  # engines hear of the WRITEs that landed
         self.delayed: list[tuple[Side, Any]] = []
         self.delay: set[type] = set()
         self.wire: list[tuple[str, str, messages.Message]] = []
@@ -232,6 +239,9 @@ class Net:
                 reports = [jobs.Copied(id, "")]
         for report in reports:
             side.handle(events.EngineSaid(report))
+        info = side.node.state.engine.info
+        if isinstance(job, jobs.Send) and info is not None and self.notify:
+            self.sides[job.agent.split(":")[0]].handle(events.EngineSaid(jobs.Landed(info.agent, landed(job))))
 
     def unhold(self, side: Side, kind: type) -> None:
         side.hold.discard(kind)

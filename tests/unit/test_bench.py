@@ -97,7 +97,7 @@ def test_a_child_answers_and_its_error_comes_here() -> None:
     child = Child("the child", _echo, "hello")
     try:
         assert child.answer(30) == "hello"
-        with pytest.raises(BenchError, match=r"the child: .*ValueError: wrong bytes"):
+        with pytest.raises(BenchError, match=r"(?s)the child: .*ValueError: wrong bytes"):
             child.ask("wrong bytes", 30)
     finally:
         child.close()

@@ -12,6 +12,7 @@ from pdxfer.demo.observe import (
     Snapshot,
     away,
     baseline,
+    defects,
     difference,
     node_view,
     restarts,
@@ -77,7 +78,9 @@ def test_reads_the_real_metrics() -> None:
     metrics.room_closed(False, "aborted", 10, 0.1)
     metrics.room_closed(False, "aborted", 10, 0.1)
     metrics.restarts.labels("bootstrap").inc()
+    metrics.core_errors.inc()
     text = generate_latest(metrics.registry).decode()
+    assert defects(text) == 1
     assert room_ends(text)["send"]["done"] == 1 and room_ends(text)["receive"]["aborted"] == 2
     assert restarts(text) == {"engine": 0, "bootstrap": 1}
 

@@ -90,7 +90,7 @@ def test_parity_missing_rounds_and_leftovers_fail_it_too() -> None:
 def test_the_table_and_words() -> None:
     assert ended_text(good_round()) == "10 done, 2 aborted, 4 failed (engine_lost 4)"
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table(good_report(), wide=True))
+    console.print(table(good_report()))
     text = console.export_text()
     assert "SIGKILL agent" in text and "9 of 16" in text and "1.2" in text
     console.file.close()
