@@ -23,6 +23,7 @@ from pdxfer.core.events import Event, PeerSaid
 from pdxfer.core.messages import Envelope, Hello
 from pdxfer.core.reasons import Refused
 
+from .flow import Flow, Load
 from .links import Links, Monitor, tune
 
 if TYPE_CHECKING:
@@ -31,35 +32,18 @@ if TYPE_CHECKING:
 POLL_MS: Final = 100
 FRAMES_AT_ONCE: Final = 256  # of the ROUTER in one round
 BYTES_AT_ONCE: Final = 16 << 20
-INBOX_BYTES: Final = 256 << 20  # of frames that wait for the main loop
 ASKED_AT_ONCE: Final = 256  # connections that ask to be let in, in one round
 SWEEP: Final = 0.5  # seconds between looks at what nothing else would wake
 BIND_PATIENCE: Final = 2.0  # seconds for the last life's port to come free
 MOST_REFUSED: Final = 1000  # sources of refused frames that are told apart, between two reports to the main loop
+HANG: Final = 60.0  # seconds, of the debug hook
 ZAP: Final = "inproc://zeromq.zap.01"
 DOMAIN: Final = "pdxfer"
-_UNPROVEN: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_ACCEPT_FAILED
-)
+_UNPROVEN: Final = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED
 
 
 class ServiceStopped(BaseException):
     """Raised inside a thread that hangs, to end it."""
-
-
-class Flow:
-    """Frames on their way to the main loop, of one life of the thread.
-
-    Each counter has one writer: ``handed`` the thread, ``taken`` the main loop.
-    """
-
-    def __init__(self) -> None:
-        self.handed_frames = self.handed_bytes = 0
-        self.taken_frames = self.taken_bytes = 0
-        self.reporting = False  # refusals are on their way, too
 
 
 class Tally:
@@ -137,12 +121,12 @@ class Generation:
         if self._zap in ready:
             self._authenticate()
         batch: list[Event] = []
-        frames, size = self._hear(batch) if self._router in ready else (0, 0)
+        loads = self._hear(batch) if self._router in ready else {}
         if self._monitor.socket in ready:
             self._unproven()
         self._links.watch(ready, batch)
         if batch:
-            owner.hand_over(self._flow, batch, frames, size)
+            owner.hand_over(self._flow, batch, loads)
         now = time.monotonic()
         if now - self._swept >= SWEEP:
             self._swept = now
@@ -158,7 +142,7 @@ class Generation:
         if fault == "exception":
             raise RuntimeError("injected by the debug hook")
         if fault == "hang":
-            time.sleep(60)
+            time.sleep(HANG)
         while fault == "loop":
             fault = fault[:]
 
@@ -180,6 +164,7 @@ class Generation:
                 self._zap.send_multipart([version, request, b"200", b"OK", key.encode(), b""])
                 continue
             self._zap.send_multipart([version, request, b"400", b"this key is not authorised here", b"", b""])
+            self._shown_out += 1
             where = frames[3].decode(errors="replace") if len(frames) > 3 else "?"
             if directory.own(key):
                 why = "it uses this node's own key; give every node its own (pdxfer keygen)"
@@ -194,22 +179,18 @@ class Generation:
                 self.refuse("bootstrap.listen", "overloaded", "a connection could not be accepted: out of file descriptors?")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self.refuse("bootstrap.listen", "stranger", "a connection that does not speak as a sidecar, or to another key")
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._shown_out += 1  # counted where its key was seen
             elif self._shown_out:
-                self._shown_out -= 1
+                self._shown_out -= 1  # counted where its key was seen
             else:
                 self.refuse("bootstrap.listen", "stranger", "a connection that ended before it had proven a key")
 
     # in ------------------------------------------------------------------------------------------------------------
 
-    def _hear(self, batch: list[Event]) -> tuple[int, int]:
-        """Take what has arrived. Returns how many frames and bytes go to the main loop."""
+    def _hear(self, batch: list[Event]) -> dict[str, Load]:
+        """Take what has arrived. Returns what of it goes to the main loop, for each peer's key."""
         flow = self._flow
-        waiting = flow.handed_frames - flow.taken_frames
-        waiting_bytes = flow.handed_bytes - flow.taken_bytes
-        most = self._owner.settings.inbox
-        frames = size = seen = 0
+        loads: dict[str, Load] = {}
+        seen = 0
         for _ in range(FRAMES_AT_ONCE):
             if seen >= BYTES_AT_ONCE:
                 break
@@ -223,18 +204,16 @@ class Generation:
             try:
                 if len(parts) != 2:
                     raise Refused("bad_frame", f"{len(parts) - 1} parts, expected 1")
-                if waiting + frames >= most or waiting_bytes + size + length > INBOX_BYTES:
-                    raise Refused(
-                        "overloaded", f"{waiting + frames} frames, {waiting_bytes + size} bytes wait for the main loop"
-                    )
+                if full := flow.full(key, length, self._owner.settings.inbox):
+                    raise Refused("overloaded", full)
                 envelope = self._understand(parts[1].bytes, key)
             except Refused as refused:
                 self.refuse(self._owner.directory.name_of(key), refused.code, refused.detail)
                 continue
             batch.append(PeerSaid(envelope.source, envelope.incarnation, envelope.to_incarnation, envelope.body))
-            frames += 1
-            size += length
-        return frames, size
+            flow.hand(key, length)
+            loads[key] = loads.get(key, Load()).plus(Load(1, length))
+        return loads
 
     def _understand(self, frame: bytes, key: str) -> Envelope:
         """Decode a frame of the peer that has proven this key, and check that it may say so. Raises Refused."""

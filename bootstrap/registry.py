@@ -120,6 +120,7 @@ class Registry:
         self._static = {engine: entry for entry in settings.nodes for engine in entry.engines}
         self._cache: dict[str, tuple[float, Answer]] = {}
         self._asked: dict[str, float] = {}  # engine id -> since when
+        self._meeting: dict[str, tuple[float, str]] = {}  # node -> (since when, the engine id that led to it)
         self._heard = float("-inf")
         self._announced = float("-inf")
         self._last: tuple[str, ...] | None = None
@@ -150,6 +151,7 @@ class Registry:
             return None, []
         cached = self._cache.get(engine_id)
         if cached is not None and cached[0] > now:
+            self._meet(cached[1].node, engine_id, now)
             return cached[1], []
         self._asked.setdefault(engine_id, now)
         return None, [Said(self._settings.server, Lookup(engine_id))]
@@ -197,6 +199,7 @@ class Registry:
             return None
         if answer.node:
             self._cache[message.engine_id] = (now + self._settings.cache, answer)
+            self._meet(answer.node, message.engine_id, now)
         return answer
 
     def due(self, engines: tuple[str, ...], address: str, now: float) -> list[Said]:
@@ -205,6 +208,7 @@ class Registry:
             return []
         self._cache = {k: v for k, v in self._cache.items() if v[0] > now}
         self._asked = {k: since for k, since in self._asked.items() if now - since <= self._settings.ttl}
+        self._meeting = {k: v for k, v in self._meeting.items() if now - v[0] <= self._settings.ttl}
         announce = None
         if engines != self._last or now - self._announced >= self._pause():
             self._last, self._announced = engines, now
@@ -214,7 +218,8 @@ class Registry:
             if announce is not None:
                 self.leases.announce(self._node, self._incarnation, announce, now)
             return []
-        said: list[RegistryMessage] = [Lookup(engine_id) for engine_id in self._asked]
+        again = dict.fromkeys([*self._asked, *(engine_id for _, engine_id in self._meeting.values())])
+        said: list[RegistryMessage] = [Lookup(engine_id) for engine_id in again]
         if announce is not None:
             said += [announce, Lookup("")]  # its answer shows that the registry lives
         return [Said(self._settings.server, message) for message in said]
@@ -237,6 +242,16 @@ class Registry:
     def _gathering(self, now: float) -> bool:
         """Just started, the registry's node does not know yet who serves what: an unknown engine id has no answer yet."""
         return self._began is None or now - self._began < self._settings.ttl / 3 + UNHEARD_PAUSE
+
+    def _meet(self, node: str, engine_id: str, now: float) -> None:
+        """Until this node is heard, what led to it is looked up again: the introduction that goes with each answer, or the
+        announcement that it needs, may have been lost."""
+        if node not in (self._node, self._settings.server):
+            self._meeting.setdefault(node, (now, engine_id))
+
+    def heard(self, node: str) -> None:
+        """This node has spoken to this one, so they have been introduced."""
+        self._meeting.pop(node, None)
 
     def forget(self, engine_id: str) -> None:
         """The answer turned out to be wrong: ask anew."""

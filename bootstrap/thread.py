@@ -25,7 +25,8 @@ from pdxfer.core.events import Event
 from pdxfer.core.messages import Envelope
 
 from .directory import Directory
-from .generation import BIND_PATIENCE, Flow, Generation, ServiceStopped, Tally
+from .flow import Flow, Load
+from .generation import BIND_PATIENCE, Generation, ServiceStopped, Tally
 from .keys import KeyPair
 from .peers import Outboxes
 from .resolver import Resolver
@@ -237,15 +238,12 @@ class Bootstrap:
 
     # from the thread, in the main loop -----------------------------------------------------------------------------
 
-    def hand_over(self, flow: Flow, batch: list[Event], frames: int, size: int) -> None:
+    def hand_over(self, flow: Flow, batch: list[Event], loads: dict[str, Load]) -> None:
         """From the thread: these events are the main loop's now."""
-        flow.handed_frames += frames
-        flow.handed_bytes += size
-        self._call(self._take, flow, batch, frames, size)
+        self._call(self._take, flow, batch, loads)
 
-    def _take(self, flow: Flow, batch: list[Event], frames: int, size: int) -> None:
-        flow.taken_frames += frames
-        flow.taken_bytes += size
+    def _take(self, flow: Flow, batch: list[Event], loads: dict[str, Load]) -> None:
+        flow.take(loads)
         self._deliver(batch)
 
     def report(self, flow: Flow, refusals: dict[tuple[str, str], Tally]) -> None:

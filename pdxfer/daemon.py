@@ -10,8 +10,10 @@ incarnation may rely on it that nothing of the old one writes any more.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +50,7 @@ def run(effective: Effective, reload: Callable[[], Effective]) -> int:
     settings = effective.config
     logs.set_up(settings.node.name, settings.log.level, settings.log.json)
     try:
+        _be_prompt()
         return asyncio.run(Daemon(effective, reload).run())
     except (RuntimeDirBusy, RuntimeDirError, StartError) as error:
         code = (
@@ -58,6 +61,15 @@ def run(effective: Effective, reload: Callable[[], Effective]) -> int:
     except Exception:
         log.exception("a defect ended the daemon; report it with this traceback")
         return INTERNAL
+
+
+def _be_prompt() -> None:
+    """Two threads answer within fractions of a millisecond: neither waits long for the other's turn, nor for a collection
+    that finds nothing, since what a room leaves behind is mostly free of cycles.
+    """
+    sys.setswitchinterval(0.0005)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 class Daemon:

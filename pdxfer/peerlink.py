@@ -167,6 +167,8 @@ class BootstrapService:
         """From the thread: the registry's messages stay here, the rest is the core's."""
         rest: list[Event] = []
         for event in batch:
+            if isinstance(event, PeerSaid):
+                self._registry.heard(event.node)
             if isinstance(event, PeerSaid) and any(isinstance(m, messages.RegistryMessage) for m in event.body):
                 for message in event.body:
                     if isinstance(message, messages.RegistryMessage):

@@ -15,6 +15,7 @@ from pdxfer.demo.processes import until
 
 from .control import Ask
 from .faults import Base, Stop
+from .records import NEVER, read_legs
 from .verdict import Row
 from .world import DECODE, PREFILL, World
 
@@ -34,6 +35,26 @@ async def both(world: World, room: str, epoch: int = 0, **send: float) -> list[d
             decode.ask(Ask("receive", room=room, epoch=epoch, tokens=128, source=PREFILL)),
         )
     )
+
+
+class Storm(Base):
+    """The load itself is the fault: its agents abort every room. The proof is in the workers' records."""
+
+    def __init__(self, seconds: float = 6.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._began = 0.0
+
+    async def strike(self) -> None:
+        self._began = time.monotonic()
+        await asyncio.sleep(self._seconds)
+
+    async def prove(self) -> str:
+        legs = read_legs(self.world.records(PREFILL, DECODE))
+        aborted = sum(self._began <= leg.aborted < NEVER for leg in legs)
+        if aborted < 10:
+            raise NotInjected(f"{aborted} rooms were aborted by their workers, expected at least 10")
+        return f"{aborted} rooms were aborted under way by one of their workers"
 
 
 class Reuse(Base):

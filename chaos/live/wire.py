@@ -157,7 +157,8 @@ class HalfOpen(Base):
 
     async def strike(self) -> None:
         path = str(self.world.directory / f"{self.node}.sock")
-        for kind, address in enumerate((tcp_of(self.world.endpoint(self.node)), path)):
+        addresses: tuple[tuple[str, int] | str, ...] = (tcp_of(self.world.endpoint(self.node)), path)
+        for kind, address in enumerate(addresses):
             for _ in range(self.count):
                 s = socket.socket(socket.AF_UNIX if kind else socket.AF_INET, socket.SOCK_STREAM)
                 s.settimeout(2.0)

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Legs:
         finally:
             self.pages.home(seq.pages)
             self.pages.give(seq.pages)
-        return msgspec.to_builtins(leg) | {"ended": leg.ended}
+        return dict(msgspec.to_builtins(leg))
 
     async def _with_pages(self, ask: Ask, leg: Leg, seq: Sequence) -> None:
         if leg.sending:
@@ -190,7 +189,10 @@ async def serve(args: argparse.Namespace) -> None:
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
-    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]] = lambda r, w: converse(legs, r, w)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await converse(legs, reader, writer)
+
     args.listen.unlink(missing_ok=True)
     server = await asyncio.start_unix_server(talk, args.listen, backlog=1024)
     await over.wait()

@@ -10,19 +10,17 @@ the registry is to be struck.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from pdxfer.bootstrap import keys
-from pdxfer.demo.observe import Away, Baseline, NodeView, Observer, Snapshot, away, everything, why
+from pdxfer.demo.observe import Away, NodeView, Observer, Snapshot, away, everything, why
 from pdxfer.demo.processes import Manager, Spec, exit_text, until
 from pdxfer.demo.system import free_ports, short_directory, toml
 
@@ -33,7 +31,7 @@ PREFILL, DECODE = "prefill-0", "decode-0"
 DEAD = ("x1", "x2", "x3", "x4")  # nodes that are configured and answer nothing
 START_DEADLINE = 90.0
 INTERVAL = 0.1  # seconds between looks at a sidecar
-SLOTS = {"slot_bytes": 128 << 10, "send_slots": 8, "recv_slots": 16}
+SLOT_BYTES = 128 << 10
 
 
 class WorldError(Exception):
@@ -48,8 +46,8 @@ class Kind:
     network: bool = False  # p and d in network namespaces of their own
     private_shm: bool = False  # p with a small /dev/shm of its own
     mutant: str = ""
-    stranger: bool = False  # a key that all sidecars accept is given to the driver
-    limits: tuple[tuple[str, float], ...] = ()  # of [limits], where a scenario's subject is a deadline of minutes
+    bystander: bool = True  # node b runs
+    slots: tuple[int, int] = (8, 16)  # send and receive slots of each engine
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,9 @@ class World:
         self.logs = self.directory / "logs"
         self.logs.mkdir()
         self.manager = Manager(self.logs, say)
-        self.nodes = ("p", "d", "b", "r") if kind.registry else ("p", "d", "b")
-        self.ports = dict(zip((*self.nodes, *DEAD), free_ports(len(self.nodes) + len(DEAD)), strict=True))
+        self.nodes = ("p", "d", *(("b",) if kind.bystander else ()), *(("r",) if kind.registry else ()))
+        named = (*self.nodes, *DEAD, *(f"admin {node}" for node in self.nodes))
+        self.ports = dict(zip(named, free_ports(len(named)), strict=True))
         self.keys = {node: keys.generate() for node in (*self.nodes, *DEAD, "stranger")}
         self.network = Network(self.directory.name[-6:]) if kind.network else None
         self.observers = {node: Observer({}, {}, "", INTERVAL) for node in self.nodes}
@@ -128,13 +127,10 @@ class World:
         if self.network is not None:
             argv = self.network.within(node, argv)
 
+        host = self.network.admin(node) if self.network is not None else "127.0.0.1"
+        self.observers[node].sidecars[node] = url = f"http://{host}:{self.ports[f'admin {node}']}"
+
         async def ready() -> str:
-            try:
-                admin = json.loads((self.directory / node / "admin.json").read_text())
-                os.kill(admin["pid"], 0)
-            except (OSError, ValueError):
-                return "it has not published its admin address"
-            self.observers[node].sidecars[node] = url = f"http://{admin['host']}:{admin['port']}"
             try:
                 await self.observers[node].get(f"{url}/readyz", timeout=2.0)
             except httpx.HTTPError as error:
@@ -276,11 +272,12 @@ class World:
     def _configure(self, node: str) -> None:
         keys.save(self.directory / f"{node}.key", self.keys[node])
         serves = {"p": [PREFILL, "by-p"], "d": [DECODE, "by-d"], "b": ["by-b1", "by-b2"], "r": []}
+        serves = {name: engines for name, engines in serves.items() if name in self.nodes}
         serves |= {dead: [f"dead-{dead}"] for dead in DEAD}
         peers = [
             {"node": other, "address": self.endpoint(other), "public_key": self.keys[other].public, "engines": engines}
             for other, engines in serves.items()
-            if other != node and other in self.keys and (not self.kind.registry or other == "r")
+            if other != node and (not self.kind.registry or other == "r")
         ]
         registry: dict[str, Any] = {"nodes": peers}
         authorized = [self.keys["stranger"].public]
@@ -292,28 +289,18 @@ class World:
         tables: dict[str, dict[str, Any]] = {
             "node": {"name": node, "runtime_dir": str(self.directory / node)},
             "worker": {"socket": str(self.directory / f"{node}.sock")},
-            "admin": {"port": 0},
+            "admin": {"port": self.ports[f"admin {node}"]},
             "bootstrap": {
                 "listen": self.endpoint(node),
                 "key_file": str(self.directory / f"{node}.key"),
                 "authorized_keys": authorized,
             },
             "registry": registry,
-            "engine": dict(SLOTS),
+            "engine": {"slot_bytes": SLOT_BYTES, "send_slots": self.kind.slots[0], "recv_slots": self.kind.slots[1]},
             "supervisor": {"drain_timeout": 5.0, "close_timeout": 2.0},
             "debug": {"hooks": True},
         }
-        if self.kind.limits:
-            tables["limits"] = dict(self.kind.limits)
         if self.network is not None:
             tables["admin"] |= {"host": self.network.admin(node), "allow_remote": True}
             tables["engine"] |= {"devices": self.network.device}
         (self.directory / f"{node}.toml").write_text(toml(tables), encoding="utf-8")
-
-
-@dataclass
-class Measured:
-    """A baseline: what is there when nothing is under way."""
-
-    base: Baseline
-    inventory: dict[str, dict[str, float]] = field(default_factory=dict)

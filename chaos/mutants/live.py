@@ -42,20 +42,26 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def replace(owner: object, name: str, by: object) -> None:
+    """Put ``by`` in the place of a method or function that is there."""
+    assert hasattr(owner, name), f"{owner} has no {name} any more: the mutant {name} must follow the product"
+    setattr(owner, name, by)
+
+
 def _never_missed(service: type) -> None:
     """The supervisor takes this service for healthy, whatever happens to it."""
     ticks = itertools.count(1)
-    service.phase = lambda self: Phase.SERVING  # type: ignore[attr-defined]
-    service.heartbeat = lambda self: next(ticks)  # type: ignore[attr-defined]
+    replace(service, "phase", lambda self: Phase.SERVING)
+    replace(service, "heartbeat", lambda self: next(ticks))
 
 
 def _no_deadlines() -> None:
     for side in (Sender, Receiver):
-        side.deadline = lambda self, room: (room.opened + FOR_EVER, "room_timeout", "")  # type: ignore[attr-defined]
+        replace(side, "deadline", lambda self, room: (room.opened + FOR_EVER, "room_timeout", ""))
 
 
 def _peers_are_waited_for() -> None:
-    Peers._end_rooms = nothing  # type: ignore[method-assign]
+    replace(Peers, "_end_rooms", nothing)
 
 
 @bug("one bootstrap thread, which an ABORT from the peer ends; nobody starts it again; nothing has a deadline")
@@ -70,7 +76,7 @@ def original() -> None:
                 raise KeyError(f"no handler for {type(message).__name__} of room {message.room}")
         return envelope
 
-    generation.Generation._understand = unhandled  # type: ignore[method-assign]
+    replace(generation.Generation, "_understand", unhandled)
     _never_missed(peerlink.BootstrapService)
     _no_deadlines()
     _peers_are_waited_for()
@@ -78,7 +84,7 @@ def original() -> None:
 
 @bug("a worker's abort is taken and nothing is done")
 def abort_ignored() -> None:
-    core_workers.Workers._abort = lambda self, owner, key, detail: nothing  # type: ignore[method-assign,assignment,return-value]
+    replace(core_workers.Workers, "_abort", lambda self, owner, key, detail: nothing)
 
 
 @bug("the end of a worker's connection is not noticed")
@@ -89,7 +95,7 @@ def dead_worker_unnoticed() -> None:
             del self.state.by_engine_id[owner.engine_id]
             self.state.timers.clear(("worker", owner.id))
 
-    core_workers.Workers.lost = lost  # type: ignore[method-assign]
+    replace(core_workers.Workers, "lost", lost)
 
 
 @bug("a worker that is silent is waited for")
@@ -97,7 +103,7 @@ def stalled_worker_unnoticed() -> None:
     def silent(self: Any, id: int) -> None:
         self.state.timers.set(("worker", id), self.state.now + 1.0)
 
-    core_workers.Workers.silent = silent  # type: ignore[method-assign]
+    replace(core_workers.Workers, "silent", silent)
 
 
 @bug("an engine that died or hangs is not replaced")
@@ -118,13 +124,13 @@ def thread_not_restarted() -> None:
 @bug("a frame that does not decode ends the bootstrap thread")
 def garbage_fatal() -> None:
     decoder = msgspec.msgpack.Decoder(messages.Envelope, strict=True)
-    messages.decode = decoder.decode  # type: ignore[assignment]
+    replace(messages, "decode", decoder.decode)
 
 
 @bug("a worker's frame that does not decode raises into the loop")
 def worker_garbage_fatal() -> None:
     decoder = msgspec.msgpack.Decoder(worker.WorkerFrame, strict=True)
-    worker.decode_from_worker = decoder.decode  # type: ignore[assignment]
+    replace(worker, "decode_from_worker", decoder.decode)
 
 
 @bug("connections that say nothing stay open")
@@ -137,8 +143,8 @@ def half_open_kept() -> None:
     def service(self: Any, *rest: Any, **named: Any) -> None:
         served(self, *rest, **named | {"attach_timeout": 3600.0, "max_connections": 10**6, "max_half_open": 10**6})
 
-    thread.Bootstrap.__init__ = bootstrap  # type: ignore[method-assign,assignment]
-    workers.WorkerService.__init__ = service  # type: ignore[method-assign,assignment]
+    replace(thread.Bootstrap, "__init__", bootstrap)
+    replace(workers.WorkerService, "__init__", service)
 
 
 @bug("the bootstrap thread waits for one peer's handshake before it serves the next")
@@ -156,7 +162,7 @@ def peers_in_turn() -> None:
             time.sleep(max(0.0, end - time.monotonic()))
         return connect(self, node, place, turn, now)
 
-    links.Links._connect = wait  # type: ignore[method-assign]
+    replace(links.Links, "_connect", wait)
 
 
 @bug("the writer of a quarantined slot is never asked whether it is finished")
@@ -164,13 +170,13 @@ def quarantine_forgotten() -> None:
     def inquire(self: Any) -> None:
         self.state.timers.set(("quarantine",), self.state.now + 1.0)
 
-    Receiver.inquire = inquire  # type: ignore[method-assign]
-    Receiver.writers_gone = nothing  # type: ignore[method-assign]
+    replace(Receiver, "inquire", inquire)
+    replace(Receiver, "writers_gone", nothing)
 
 
 @bug("the end of a room is not remembered")
 def no_tombstones() -> None:
-    Ends.bury = nothing  # type: ignore[method-assign]
+    replace(Ends, "bury", nothing)
 
 
 @bug("an abort that comes before its room is forgotten")
@@ -181,17 +187,17 @@ def early_abort_forgotten() -> None:
         if not early:
             bury(self, key, reason, detail)
 
-    Ends.bury = late_only  # type: ignore[method-assign]
+    replace(Ends, "bury", late_only)
 
 
 @bug("a receive slot that was scattered is not used again")
 def credits_lost() -> None:
-    Receiver._free = nothing  # type: ignore[method-assign]
+    replace(Receiver, "_free", nothing)
 
 
 @bug("after it ran out of descriptors once, the sidecar accepts no worker any more")
 def accept_gives_up() -> None:
-    workers.WorkerService._start_accepting = nothing  # type: ignore[method-assign]
+    replace(workers.WorkerService, "_start_accepting", nothing)
 
 
 @bug("SIGTERM ends the sidecar at once, without a word to workers and peers")
@@ -199,7 +205,7 @@ def no_farewell() -> None:
     def terminate(self: Any, number: int) -> None:
         os._exit(0)
 
-    daemon.Daemon._terminate = terminate  # type: ignore[method-assign]
+    replace(daemon.Daemon, "_terminate", terminate)
 
 
 @bug("a question to the registry has no deadline")

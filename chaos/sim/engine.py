@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdxfer.core import jobs
 from pdxfer.core.ledger import SlotState
 from pdxfer.core.messages import EngineInfo, Segment
@@ -153,8 +155,7 @@ class VirtualEngine:
             gather(half, len(cells))
             found = digest(slot)
             self.report(jobs.Gathered(job.job))
-            segment = Segment(*(getattr(job.segment, f) for f in Segment.__struct_fields__[:-2]), found, job.segment.pieces)
-            self._post(job, segment, why)
+            self._post(job, msgspec.structs.replace(job.segment, digest=found), why)
 
         def begin() -> None:
             gather(0, half)

@@ -37,8 +37,7 @@ class Memory:
         if n > len(self.free[pool]):
             return None
         stack = self.free[pool]
-        out = [stack.pop() for _ in range(n)]
-        return out
+        return [stack.pop() for _ in range(n)]
 
     def lend_read(self, pool: int, pages: Sequence[int]) -> None:
         for page in pages:

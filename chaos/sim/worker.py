@@ -287,23 +287,23 @@ class VirtualWorker:
                     self._home(task)
                     del self.tasks[(task.room, task.epoch, task.sending)]
             case worker.Released(req=req, room=room, epoch=epoch):
-                task = self._task(room, epoch, True, frame)
-                if req not in task.lent:
+                pushed = self._task(room, epoch, True, frame)
+                if req not in pushed.lent:
                     raise Violation(f"{self.engine_id}: {frame} comes twice, or of no push")
-                self._push_home(task, req)
+                self._push_home(pushed, req)
             case worker.RoomEnded(room=room, epoch=epoch, sending=sending, reason=reason):
-                task = self._task(room, epoch, sending, frame)
-                if not task.taken:
+                over = self._task(room, epoch, sending, frame)
+                if not over.taken:
                     raise Violation(f"{self.engine_id}: {frame} before the room was taken")
                 if reason == "done":
-                    self._check(task, frame)
-                self._end(task, reason)
-                self._home(task)
+                    self._check(over, frame)
+                self._end(over, reason)
+                self._home(over)
                 del self.tasks[(room, epoch, sending)]
                 if self.req % 8 == 0:  # once more under the same id and epoch: it must be refused
                     ask = self._ask("reuse", None)
                     none = tuple(b"" for _ in SPECS)
-                    self.say(worker.Open(ask, room, epoch) if sending else worker.Receive(ask, room, epoch, task.source, 0, none))
+                    self.say(worker.Open(ask, room, epoch) if sending else worker.Receive(ask, room, epoch, over.source, 0, none))
             case worker.Matched(room=room, epoch=epoch, sending=sending):
                 self._task(room, epoch, sending, frame)
 

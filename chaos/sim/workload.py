@@ -5,6 +5,8 @@ Owns: the scripts. Must not: know faults; aborts are part of a worker's ordinary
 
 from __future__ import annotations
 
+import itertools
+
 from .memory import SPECS
 from .worker import PushPlan, Task, VirtualWorker
 from .world import World
@@ -20,7 +22,7 @@ def pushes(world: World, counts: tuple[int, ...]) -> list[PushPlan]:
     cuts = [0, *sorted(rng.random() for _ in range(rng.choice((0, 0, 1, 2)))), 1]
     layered, shared = rng.random() < 0.4, rng.random() < 0.5
     out = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         page0 = tuple(int(n * low) for n in counts)
         size = tuple(int(n * high) - p for n, p in zip(counts, page0, strict=True))
         if not layered:

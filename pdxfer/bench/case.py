@@ -9,12 +9,13 @@ with each room, so the bytes of a room are never those that the room before left
 from __future__ import annotations
 
 import math
+import os
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pdxfer.pools import PoolLayout
+from pdxfer.pools import PoolLayout, SharedPool
 
 Cells = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.int64]
@@ -60,6 +61,20 @@ class Case(NamedTuple):
     def target_table(self, lane: int, pages: int) -> Table:
         own: Table = _shuffled(2, self.target_pages).reshape(self.lanes, self.pages)[lane]
         return own[:pages]
+
+
+class Memory(NamedTuple):
+    """A worker's pool, for another process to map."""
+
+    path: str
+    size: int
+    planes: tuple[int, ...]  # where each begins
+    pages: int
+
+    @classmethod
+    def of(cls, pool: SharedPool) -> Memory:
+        path = f"/proc/{os.getpid()}/fd/{pool.fds[0]}"
+        return cls(path, pool.fd_bytes[0], tuple(plane.offset for plane in pool.at().planes), pool.num_pages)
 
 
 class Batch(NamedTuple):

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pdxfer.client import PdxferError
+from pdxfer.core.reasons import Refused
+
 Entry = Callable[..., None]  # called with the pipe and the arguments
 
 
@@ -80,7 +83,7 @@ def _run(pipe: Connection, entry: Entry, arguments: tuple[Any, ...], environment
         entry(pipe, *arguments)
     except (EOFError, ConnectionError):
         status = 0  # the bench is over
-    except BenchError as error:
+    except (BenchError, PdxferError, Refused) as error:
         status = 1
         pipe.send(Failure(str(error)))
     except Exception:  # noqa: BLE001 - a defect: told to the bench, which raises it there

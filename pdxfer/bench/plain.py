@@ -2,6 +2,8 @@
 
 Owns: an initiator and a target process, and their times. Must not: use any of pdxfer's data path.
 
+It moves the same bytes as the rooms do, from the same pages to the same pages: it maps the workers' own pools.
+
 It is measured at its best. Pages are prepared once (prep_xfer_dlist), as engines do, no progress thread competes for a core, and both sides
 poll without pause while a batch runs, but for giving way to whoever waits for the core. A transfer's time begins before its handle is made
 and ends when the initiator sees DONE.
@@ -9,6 +11,7 @@ and ends when the initiator sees DONE.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from multiprocessing.connection import Connection
@@ -19,7 +22,7 @@ import numpy.typing as npt
 
 from pdxfer.engine.nixl import load
 
-from .case import SEED, Batch, Case, content
+from .case import Batch, Case, Memory
 from .child import BenchError
 
 Array = npt.NDArray[Any]
@@ -51,13 +54,13 @@ class Measured:
 class Hello(NamedTuple):
     metadata: bytes
     address: int
-    version: str
 
 
-def target(pipe: Connection, case: Case) -> None:
+def target(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
     """The target's process: it polls, or NIXL over tcp makes no progress."""
-    agent, memory = _agent("target", case)
-    pipe.send(Hello(agent.get_agent_metadata(), memory.ctypes.data, load().version))
+    agent, memory = _agent("target", mine)
+    compared = _map(source)
+    pipe.send(Hello(agent.get_agent_metadata(), memory.ctypes.data))
     busy = False
     while True:
         agent.get_new_notifs()
@@ -68,24 +71,23 @@ def target(pipe: Connection, case: Case) -> None:
         order = pipe.recv()
         if isinstance(order, Check):
             busy = False
-            pipe.send(_wrong(memory, case, order.order))
+            pipe.send(_wrong(case, order.order, compared, source, memory, mine))
         else:
             busy = True
             memory[:] = 0
             pipe.send("ready")
 
 
-def initiator(pipe: Connection, case: Case, hello: Hello) -> None:
+def initiator(pipe: Connection, case: Case, mine: Memory, theirs: Memory, hello: Hello) -> None:
     """The initiator's process."""
-    agent, memory = _agent("initiator", case)
-    memory.reshape(-1, case.page_bytes)[:] = content(0, np.arange(case.lanes * case.descriptors), case.page_bytes)
+    agent, memory = _agent("initiator", mine)
     agent.add_remote_agent(hello.metadata)
+    here, there = memory.ctypes.data, hello.address
     sides: dict[bool, tuple[Any, Any]] = {}
     for per_page in (False, True):
-        size = case.page_bytes if per_page else case.room_bytes
         sides[per_page] = (
-            agent.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(memory.ctypes.data, size, memory.size), "DRAM"),
-            agent.prep_xfer_dlist("target", _descriptors(hello.address, size, memory.size), "DRAM"),
+            agent.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(case, mine, here, per_page), "DRAM"),
+            agent.prep_xfer_dlist("target", _descriptors(case, theirs, there, per_page), "DRAM"),
         )
     pipe.send("ready")
     while True:
@@ -130,20 +132,33 @@ def _write(agent: Any, case: Case, order: Order, sides: tuple[Any, Any]) -> Meas
     return Measured(time.monotonic() - start, each)
 
 
-def _agent(name: str, case: Case) -> tuple[Any, Array]:
+def _map(memory: Memory) -> Array:
+    fd = os.open(memory.path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(fd, memory.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def _agent(name: str, memory: Memory) -> tuple[Any, Array]:
     nixl = load()
     agent = nixl.api.nixl_agent(name, nixl.api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-    memory = np.zeros(case.lanes * case.room_bytes, np.uint8)
-    memory[::4096] = 0  # every page is there before anything is measured
-    agent.register_memory([(memory.ctypes.data, memory.size, 0, "")], "DRAM")
-    return agent, memory
+    mapped = _map(memory)
+    agent.register_memory([(mapped.ctypes.data, mapped.size, 0, "")], "DRAM")
+    return agent, mapped
 
 
-def _descriptors(base: int, size: int, total: int) -> Array:
-    found = np.zeros((total // size, 3), np.uint64)
-    found[:, 0] = base + np.arange(total // size, dtype=np.uint64) * size
-    found[:, 1] = size
+def _descriptors(case: Case, memory: Memory, base: int, per_page: bool) -> Array:
+    """Every page of every plane, plane by plane; or for each lane one run of a room's bytes."""
+    if per_page:
+        pages = np.arange(memory.pages, dtype=np.uint64) * np.uint64(case.page_bytes)
+        starts = (np.array(memory.planes, np.uint64)[:, None] + pages[None, :]).ravel()
+    else:
+        starts = np.arange(case.lanes, dtype=np.uint64) * np.uint64(case.room_bytes)
+    found = np.zeros((len(starts), 3), np.uint64)
+    found[:, 0] = np.uint64(base) + starts
+    found[:, 1] = case.page_bytes if per_page else case.room_bytes
     return found
 
 
@@ -151,22 +166,20 @@ def _cells(case: Case, order: Order, lane: int) -> tuple[Array, Array]:
     """Indices of a lane's descriptors at the source and at the target."""
     if not order.per_page:
         return np.array([lane], np.int32), np.array([lane], np.int32)
-    total = case.lanes * case.descriptors
-    count = case.planes * order.batch.pages
-    here, there = (
-        np.random.default_rng(SEED + n).permutation(total).reshape(case.lanes, -1)[lane][:count].astype(np.int32)
-        for n in (3, 4)
-    )
-    return here, there
+    planes = np.arange(case.planes)[:, None]
+    here = planes * case.source_pages + case.source_table(lane, 0, order.batch.pages)
+    there = planes * case.target_pages + case.target_table(lane, order.batch.pages)
+    return here.ravel().astype(np.int32), there.ravel().astype(np.int32)
 
 
-def _wrong(memory: Array, case: Case, order: Order) -> int:
-    """How many cells at the target are not those of the source."""
-    rows = memory.reshape(-1, case.page_bytes)
+def _wrong(case: Case, order: Order, source: Array, source_at: Memory, target: Array, target_at: Memory) -> int:
+    """How many of the transfers that were the last of their lanes are not at the target as they are at the source."""
     wrong = 0
     for lane in range(order.batch.lanes):
         here, there = _cells(case, order, lane)
-        if not order.per_page:
-            here = there = np.arange(lane * case.descriptors, (lane + 1) * case.descriptors)
-        wrong += int((rows[there] != content(0, here.astype(np.int64), case.page_bytes)).any(axis=1).sum())
+        size = int(_descriptors(case, source_at, 0, order.per_page)[0, 1])
+        froms = _descriptors(case, source_at, 0, order.per_page)[here, 0].tolist()
+        tos = _descriptors(case, target_at, 0, order.per_page)[there, 0].tolist()
+        pairs = zip(froms, tos, strict=True)
+        wrong += any((source[a : a + size] != target[b : b + size]).any() for a, b in pairs)
     return wrong

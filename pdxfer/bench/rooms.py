@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pdxfer.client import Client, Disconnected, Ended, Rejected
 from pdxfer.pools import SharedPool
 
-from .case import Batch, Case, Cells, Table, content
+from .case import Batch, Case, Cells, Memory, Table, content
 from .child import BenchError
 
 PREFILL, DECODE = "bench-prefill", "bench-decode"
@@ -52,7 +52,7 @@ def prefill(pipe: Connection, case: Case, socket: str) -> None:
         for part in np.array_split(every, max(1, view.size >> 24)):
             view[part] = content(plane, part, case.page_bytes)
     client = Client(socket, engine_id=PREFILL, role="prefill", pools=[pool])
-    pipe.send("ready")
+    pipe.send(Memory.of(pool))
     while True:
         pipe.send(_send_all(client, case, _order(pipe, client)))
 
@@ -75,7 +75,7 @@ def decode(pipe: Connection, case: Case, socket: str) -> None:
     """The decode worker's process."""
     pool = SharedPool.allocate(case.layout(), case.target_pages)
     client = Client(socket, engine_id=DECODE, role="decode", pools=[pool])
-    pipe.send("ready")
+    pipe.send(Memory.of(pool))
     while True:
         batch = _order(pipe, client)
         for view in pool.pages():

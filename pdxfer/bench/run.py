@@ -41,7 +41,7 @@ class Options:
 
     page_bytes: tuple[int, ...] = (16384,)
     planes: int = 32
-    room_bytes: tuple[int, ...] = (8 << 20,)
+    room_bytes: tuple[int, ...] = (32 << 20,)
     concurrency: tuple[int, ...] = (1, 80)
     rooms: int = 0  # for each batch; 0: as many as make batch_bytes
     batch_bytes: int = 1 << 30
@@ -184,11 +184,11 @@ class _Measurement:
             environment["UCX_TLS"] = self.options.tls
         self.prefill = self._child("the prefill worker", rooms.prefill, self.sidecars.socket("p"))
         self.decode = self._child("the decode worker", rooms.decode, self.sidecars.socket("d"))
-        self.target = self._child("plain NIXL's target", plain.target, environment=environment)
+        pools = self.prefill.answer(START), self.decode.answer(START)
+        self.target = self._child("plain NIXL's target", plain.target, *pools, environment=environment)
         hello = self.target.answer(START)
-        self.initiator = self._child("plain NIXL's initiator", plain.initiator, hello, environment=environment)
-        for child in (self.prefill, self.decode, self.initiator):
-            child.answer(START)
+        self.initiator = self._child("plain NIXL's initiator", plain.initiator, *pools, hello, environment=environment)
+        self.initiator.answer(START)
 
     def _child(
         self, name: str, entry: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None
@@ -228,7 +228,7 @@ class _Measurement:
         measured: plain.Measured = self.initiator.ask(order, PATIENCE)
         wrong = self.target.ask(plain.Check(order), PATIENCE)
         if wrong:
-            raise BenchError(f"plain NIXL, {way}: {wrong} pages at the target are not those of the source")
+            raise BenchError(f"plain NIXL, {way}: {wrong} transfers are not at the target as they are at the source")
         self.outcome.transfers_checked += lanes
         into.add(measured.seconds, measured.each)
 

@@ -191,7 +191,11 @@ class Lookup(_Message, frozen=True):
 
 
 class Located(_Message, frozen=True):
-    """The answer; ``node`` is empty when nobody does."""
+    """The answer; ``node`` is empty when nobody does.
+
+    With an empty ``engine_id`` it is an introduction: the registry's node says it, with each answer, to the node that the
+    answer names, so that it knows the address and the key of the node that has asked.
+    """
 
     engine_id: str
     node: str

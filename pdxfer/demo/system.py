@@ -120,7 +120,7 @@ class System:
             "gateway",
             (
                 sys.executable, "-m", "pdxfer.demo.gateway", "--port", str(self.ports["gateway"]),
-                "--prefill", f"{PREFILL}={self._url(PREFILL)}", "--decode", f"{DECODE}={self._url(DECODE)}", 
+                "--prefill", f"{PREFILL}={self._url(PREFILL)}", "--decode", f"{DECODE}={self._url(DECODE)}",
                 "--model", self.model,
             ),
             ready,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-
 from bootstraps import Nodes, acquaint, frame, hello, wait
-from pdxfer.bootstrap import generation, keys, resolver
+
+from pdxfer.bootstrap import flow, keys, peers, resolver
 from pdxfer.bootstrap.settings import NodeEntry
 from pdxfer.core import messages
 from pdxfer.core.events import PeerSaid
@@ -35,15 +35,15 @@ def closed_port() -> int:
 
 
 def test_three_nodes_talk_in_order(nodes: Nodes) -> None:
-    a, b, c = peers = [nodes(name) for name in "abc"]
-    acquaint(*peers)
+    a, b, c = everybody = [nodes(name) for name in "abc"]
+    acquaint(*everybody)
     for revision in range(1, 201):
-        for source in peers:
-            for target in peers:
+        for source in everybody:
+            for target in everybody:
                 if source is not target:
                     source.send(target, revision)
-    for source in peers:
-        for target in peers:
+    for source in everybody:
+        for target in everybody:
             if source is not target:
                 wait(lambda s=source, t=target: len(t.heard(s)) == 200, 10, f"{source.name} to {target.name}")
                 assert target.heard(source) == list(range(1, 201))
@@ -169,7 +169,8 @@ def test_nobody_can_speak_for_another_node(nodes: Nodes) -> None:
 
 def test_a_copied_key_file(nodes: Nodes) -> None:
     a, _ = nodes.pair()
-    nodes.raw(a, a.pair).send(frame("a", "a"))
+    raw = nodes.raw(a, a.pair)
+    raw.send(frame("a", "a"))
     wait(lambda: a.refused["stranger"], 5, "refused")
     assert "own key" in a.refusals[-1][2]
 
@@ -224,7 +225,9 @@ def test_a_flood_of_one_peer_does_not_drown_another(nodes: Nodes) -> None:
 
 def test_connections_that_prove_nothing(nodes: Nodes) -> None:
     """Raw garbage, 300 half-open connections, and a ZeroMQ socket without keys."""
-    a, b = nodes.pair()
+    a, b = nodes("a", handshake_seconds=1.0), nodes("b")
+    acquaint(a, b)
+    b.talks_to(a, 1)
     opened = [socket.create_connection(("127.0.0.1", a.port)) for _ in range(300)]
     try:
         for n, connection in enumerate(opened[:100]):
@@ -235,7 +238,8 @@ def test_connections_that_prove_nothing(nodes: Nodes) -> None:
         plain.send(frame("b", "a", Heartbeat(666, 0)))
         slowest = max(b.talks_to(a, revision) for revision in range(10, 30))
         assert slowest < 1.0
-        wait(lambda: a.refused["stranger"] >= 300, 15, f"each is thrown out within the handshake's time: {a.refused}")
+        # what ZeroMQ takes for a peer of its first version is closed without a word: a third of the 100
+        wait(lambda: a.refused["stranger"] >= 266, 15, "the others are thrown out and counted within the handshake's time")
         assert 666 not in a.heard(b)
         b.talks_to(a, 31)
         assert (a.thread.alive, a.deaths) == (True, [])
@@ -261,7 +265,7 @@ def test_a_main_loop_that_does_not_keep_up(nodes: Nodes, monkeypatch: pytest.Mon
     assert len(a.heard(b)) - before == 100 - a.refused["overloaded"] <= 20
     for revision in range(200, 260):
         b.talks_to(a, revision)
-    monkeypatch.setattr(generation, "INBOX_BYTES", 1000)
+    monkeypatch.setattr(flow, "INBOX_BYTES", 1000)
     refused = a.refused["overloaded"]
     held = nodes.main.hold()
     b.thread.send(Envelope(messages.PROTOCOL, "b", 1, "a", 0, (Finish("r", 0, 1, b"x" * 2000),)))
@@ -274,7 +278,8 @@ def test_a_main_loop_that_does_not_keep_up(nodes: Nodes, monkeypatch: pytest.Mon
 # the dead and the slow ---------------------------------------------------------------------------------------------
 
 
-def test_dead_peers_delay_nobody(nodes: Nodes) -> None:
+def test_dead_peers_delay_nobody(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "FRAME_LIFE", 2.0)
     a, b = nodes("a"), nodes("b")
     dead = [NodeEntry(f"dead{n}", f"tcp://127.0.0.1:{closed_port()}", keys.generate().public) for n in range(30)]
     nowhere = [NodeEntry(f"gone{n}", f"tcp://192.0.2.{n}:7971", keys.generate().public) for n in range(5)]

@@ -1,6 +1,8 @@
-"""Seeded bugs: patches of the product's parts, never branches inside them. The simulator must catch each.
+"""Seeded bugs: patches of the product's parts, never branches inside them.
 
-``MUTANTS`` maps a name to a context manager that has the bug in force while it is open.
+``MUTANTS`` maps a name to a context manager that has the bug in force while it is open; the simulator must catch each.
+``BY_SCENARIO`` names those that take an interleaving so rare that a test with that very interleaving stands for the
+simulator: the function in tests/unit/test_core_failures.py that must fail.
 """
 
 from __future__ import annotations
@@ -21,6 +23,13 @@ from pdxfer.core.state import State
 from pdxfer.core.workers import Workers
 
 MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {}
+
+BY_SCENARIO = {
+    "quarantine_ends_with_the_writers_engine": "test_the_death_of_the_writers_engine_alone_frees_nothing_by_itself",
+    "grants_of_a_dead_engine_are_used": "test_a_late_grant_of_a_dead_engine_is_not_used",
+    "slot_generation_ignored": "test_a_late_fate_does_not_free_the_slots_next_generation",
+    "any_segment_fits_any_grant": "test_a_late_segment_is_not_taken_for_the_slots_next_generation",
+}
 
 
 def nothing(*_: Any, **__: Any) -> None:

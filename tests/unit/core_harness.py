@@ -239,9 +239,9 @@ class Net:
                 reports = [jobs.Copied(id, "")]
         for report in reports:
             side.handle(events.EngineSaid(report))
-        info = side.node.state.engine.info
-        if isinstance(job, jobs.Send) and info is not None and self.notify:
-            self.sides[job.agent.split(":")[0]].handle(events.EngineSaid(jobs.Landed(info.agent, landed(job))))
+        own = side.node.state.engine.info
+        if isinstance(job, jobs.Send) and own is not None and self.notify:
+            self.sides[job.agent.split(":")[0]].handle(events.EngineSaid(jobs.Landed(own.agent, landed(job))))
 
     def unhold(self, side: Side, kind: type) -> None:
         side.hold.discard(kind)

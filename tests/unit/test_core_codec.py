@@ -48,14 +48,14 @@ def only_refuses(decode: Callable[[bytes], Any], frame: bytes) -> Any:
 
 
 def test_every_message_is_in_the_sample_and_comes_back_equal() -> None:
-    assert {type(m) for m in BODY} == set(messages.Message.__args__)  # type: ignore[attr-defined]
+    assert {type(m) for m in BODY} == set(messages.Message.__args__)
     assert messages.decode(FRAME) == ENVELOPE
     assert messages.decode_segment(messages.encode_segment(SEGMENT)) == SEGMENT
 
 
 def test_every_worker_frame_comes_back_equal() -> None:
-    assert {type(f) for f in WORKER_FRAMES} == set(worker.WorkerFrame.__args__)  # type: ignore[attr-defined]
-    assert {type(f) for f in SIDECAR_FRAMES} == set(worker.SidecarFrame.__args__)  # type: ignore[attr-defined]
+    assert {type(f) for f in WORKER_FRAMES} == set(worker.WorkerFrame.__args__)
+    assert {type(f) for f in SIDECAR_FRAMES} == set(worker.SidecarFrame.__args__)
     for frame in WORKER_FRAMES:
         raw = worker.encode(frame)
         assert int.from_bytes(raw[:4], "little") == len(raw) - 4

@@ -105,7 +105,7 @@ def test_the_death_of_the_writers_engine_alone_frees_nothing_by_itself() -> None
 
 
 def test_a_late_fate_does_not_free_the_slots_next_generation() -> None:
-    net, _, d, send = under_way()
+    _net, _, d, send = under_way()
     d.abort("decode")
     generation = send.segment.generation
     d.handle(events.PeerSaid("p", 1, 1, (messages.SlotFate(1, ((send.segment.slot, generation + 1), (99, 1))),)))
@@ -113,6 +113,39 @@ def test_a_late_fate_does_not_free_the_slots_next_generation() -> None:
     assert slot(d, send.segment.slot) is SlotState.QUARANTINED
     d.handle(events.PeerSaid("p", 1, 1, (messages.SlotFate(1, ((send.segment.slot, generation),)),)))
     assert slot(d, send.segment.slot) is SlotState.FREE
+
+
+def test_a_late_segment_is_not_taken_for_the_slots_next_generation() -> None:
+    _net, _, d, send = under_way()
+    d.abort("decode")
+    old = landed(send)
+    fields = {f: getattr(old, f) for f in old.__struct_fields__}
+    d.report(jobs.Landed("p:1:1", messages.Segment(**fields | {"generation": old.generation + 1})))
+    assert slot(d, old.slot) is SlotState.QUARANTINED
+    d.report(jobs.Landed("p:1:1", messages.Segment(**fields | {"engine": 2})))
+    assert slot(d, old.slot) is SlotState.QUARANTINED
+    d.report(jobs.Landed("p:1:1", old))
+    assert slot(d, old.slot) is SlotState.FREE
+
+
+def test_a_late_grant_of_a_dead_engine_is_not_used() -> None:
+    net, p, d = pair()
+    net.delay = {messages.Grant, messages.Ended}
+    d.receive("decode", "prefill", table(0), table(0))
+    p.open("prefill")
+    p.push("prefill", table(0), table(0))
+    d.kill_engine()
+    d.start_engine()
+    assert d.end("decode").reason == "engine_lost"
+    grants = [i for i in net.delayed if isinstance(i[1][2], messages.Grant)]
+    net.delayed = [i for i in net.delayed if i not in grants]
+    for side, item in grants:
+        net.carry(side, item, late=True)
+    net.settle()
+    assert not [j for j in p.jobs if isinstance(j, jobs.Send)], "that slot is another engine's now"
+    net.release()
+    assert p.end("prefill").reason == "engine_lost"
+    assert net.at_baseline()
 
 
 def test_quarantine_that_nobody_resolves_ends_by_killing_our_own_engine() -> None:
@@ -312,10 +345,10 @@ def test_a_worker_may_attach_while_there_is_no_engine() -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_a_worker_dies(who: str, early: bool) -> None:
     if early:
-        net, p, d = pair()
+        _, p, d = pair()
         d.receive("decode", "prefill", table(0), table(0))
     else:
-        net, p, d, _ = under_way()
+        _net, p, d, _ = under_way()
     (p if who == "prefill" else d).gone(who)
     if who == "prefill":
         assert d.end("decode").reason == "worker_lost"

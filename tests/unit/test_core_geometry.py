@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +51,7 @@ def test_cut_covers_everything_once_in_order_and_fits(case: tuple[list[PoolSpec]
 def test_slots_are_filled_as_far_as_a_page_fits(case: tuple[list[PoolSpec], list[Piece], int]) -> None:
     specs, wanted, slot = case
     segments = list(cut(specs, wanted, slot))
-    for (pieces, size), (following, _) in zip(segments, segments[1:], strict=False):
+    for (pieces, size), (following, _) in itertools.pairwise(segments):
         assert len(pieces) == MAX_PIECES or slot - size < specs[following[0].pool].page_bytes
 
 

@@ -227,7 +227,7 @@ def test_a_registry_that_does_not_answer() -> None:
 
 
 def test_a_source_of_another_incarnation() -> None:
-    net, p, d = pair()
+    _net, p, d = pair()
     d.receive("decode", "prefill", table(0), table(0), incarnation=7)
     end = d.end("decode")
     assert end.reason == "peer_restarted"
@@ -238,7 +238,7 @@ def test_a_source_of_another_incarnation() -> None:
 
 
 def test_a_room_of_another_sender_than_the_one_asked_for() -> None:
-    net, p, d = pair()
+    _net, p, d = pair()
     p.attach("other")
     p.open("other")
     d.receive("decode", "prefill", table(0), table(0))
@@ -362,7 +362,7 @@ def test_an_abort_in_each_phase_ends_both_sides_at_once(who: str, local: bool, p
         p.open("prefill")
     if phase == "finished":
         assert not p.ends("prefill"), "its pages are being read"
-        assert not local == bool(d.ends("decode"))
+        assert local != bool(d.ends("decode"))
         net.unhold(p, jobs.Send if not local else jobs.Copy)
     ends = {p.end("prefill").reason, d.end("decode").reason}
     assert ends <= {"done"} if phase == "done" else ends <= {"aborted", "aborted_early"}

@@ -6,11 +6,6 @@ import pytest
 from core_harness import PAGES, Net, Side, landed, pair, table
 
 from pdxfer.core import events, jobs, messages, worker
-from pdxfer.core.geometry import Piece
-
-
-def moved(side: Side, kind: type) -> list[Piece]:
-    return [p for j in side.jobs if type(j) is kind for p in j.segment.pieces]  # type: ignore[attr-defined]
 
 
 def done(p: Side, d: Side, size: int) -> None:
@@ -91,7 +86,7 @@ def test_a_room_without_pages(pushes: int) -> None:
 
 
 def test_more_pages_than_slots() -> None:
-    net, p, d = pair()
+    _net, p, d = pair()
     d.receive("decode", "prefill", table(*range(PAGES)), table(*range(PAGES)))
     p.open("prefill")
     p.push("prefill", table(*range(PAGES)), table(*range(PAGES)))
@@ -227,7 +222,7 @@ def test_done_that_overtakes_our_own_engines_reports() -> None:
 
 
 def test_done_and_then_our_engine_dies_before_it_reports() -> None:
-    net, p, d = pair()
+    _net, p, d = pair()
     p.hold.add(jobs.Send)
     d.receive("decode", "prefill", table(0), table(0))
     p.open("prefill")

@@ -67,14 +67,12 @@ def test_restarts_what_it_should_and_counts(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_gives_up_on_a_process_that_cannot_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdxfer.demo.processes.RESTART_BUDGET", 2)
-
+def test_gives_up_on_a_process_that_cannot_live(tmp_path: Path) -> None:
     async def run() -> None:
         said: list[str] = []
         manager = Manager(tmp_path, said.append)
         running = await manager.start(
-            Spec("worker", (sys.executable, "-c", "raise SystemExit(3)"), ready=never, restart=True)
+            Spec("worker", (sys.executable, "-c", "raise SystemExit(3)"), ready=never, restart=True, budget=2)
         )
         with pytest.raises(DemoError, match="worker did not come up: it ended by exit code 3"):
             await manager.wait_ready(["worker"], 20)

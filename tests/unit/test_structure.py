@@ -26,10 +26,19 @@ ARROWS = {
     "engine": {"core", "pools"},
     "client": {"core", "pools"},
     "daemon": {"core", "pools", "bootstrap", "engine"},
-    "commands": {"core", "bootstrap", "daemon", "bench", "demo"},  # bench and demo only when they are called
-    "chaos": {"core", "pools", "bootstrap", "engine", "client", "daemon"},
+    "sim": {"core"},
     "demo": {"core", "pools", "bootstrap", "client"},
     "bench": {"core", "pools", "bootstrap", "client", "engine", "demo"},
+    "chaos": {"core", "pools", "bootstrap", "engine", "client", "daemon", "demo", "sim"},
+    "commands": {
+        "core",
+        "bootstrap",
+        "daemon",
+        "bench",
+        "demo",
+        "chaos",
+        "sim",
+    },  # the last four only when they are called
 }
 EXIT_CODES = {"OK", "FAILED", "USAGE", "UNAVAILABLE", "INTERNAL", "BUSY"}
 
@@ -61,8 +70,10 @@ def part_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) < 2 or parts[0] != "pdxfer":
         return ""
-    if parts[1] in ("cli", "__main__"):
+    if parts[-1] in ("cli", "__main__"):
         return "commands"
+    if parts[1:3] == ["chaos", "sim"]:
+        return "sim"
     return parts[1] if parts[1] in ARROWS else "daemon"
 
 
@@ -113,6 +124,19 @@ def test_imports_point_one_way(path: Path) -> None:
             f"{path.relative_to(ROOT)}:{found.line}: {part} imports {found.module} ({other}), which only"
             f" {sorted(p for p, may in ARROWS.items() if other in may)} may"
         )
+
+
+def test_the_arrows_are_those_of_the_document_and_go_down() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("| part | imports |\n|---|---|\n")[2].partition("\n\n")[0]
+    described = {}
+    for line in table.splitlines():
+        part, may = (cell.strip() for cell in line.strip("|").split("|"))
+        described[part] = set(may.split(", ")) - {""}
+    assert described == ARROWS
+    order = list(described)
+    for part, may in described.items():
+        assert all(order.index(other) > order.index(part) for other in may), part
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if part_of(name_of(p)) == "core"], ids=str)

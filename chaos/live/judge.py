@@ -1,0 +1,175 @@
+"""From what was recorded to the rows of the verdict.
+
+Owns: which rooms a fault has affected, and how each of the contract's figures is measured. Must not: run anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .records import NEVER, Leg, Trip
+from .scenarios import DONE, Scenario
+from .verdict import Result, Row, percentile
+
+ABORT_WITHIN = 0.1
+HOME_WITHIN = 10.0
+RATIO = 1.5
+RESAMPLES = 400
+MORE = {"fds": 24.0, "threads": 8.0}  # what a process may hold in the end beyond what it held before
+
+
+@dataclass
+class Evidence:
+    """What one run has left behind. Times are CLOCK_MONOTONIC."""
+
+    calm: float = 0.0  # the untouched rooms flow, nothing is wrong
+    struck: float = 0.0
+    ceased: float = 0.0
+    stopped: float = 0.0  # the load was told to stop
+    now: float = 0.0  # of the judgement
+    legs: Sequence[Leg] = ()  # of the struck workers
+    exits: Mapping[int, float] = field(default_factory=dict)  # pid of a worker -> when it ended
+    frozen: Mapping[int, float] = field(default_factory=dict)  # pid of a stopped worker -> when its sidecar had its pages home
+    disturbed: Sequence[str] = ()  # workers whose own sidecar was struck: the bound on aborts is for what the remote does
+    untouched: Sequence[Trip] = ()
+    home: float | None = None  # seconds from the end of load and fault
+    left: str = ""  # what was not home
+    serving: Mapping[tuple[str, str], float | None] = field(default_factory=dict)
+    probe: Sequence[Trip] = ()
+    probes: int = 0  # rooms that were asked for
+    wrong: int = 0
+    late: int = 0
+    defects: int = 0
+    restarts: int = 0
+    gap: float = 0.0
+
+
+def ended(leg: Leg, seen: Evidence) -> float:
+    """When this side was over: by its record, or with its worker; the judgement's time if it is not.
+
+    A worker that is stopped cannot record anything: there the sidecar's books count.
+    """
+    books = seen.frozen.get(leg.pid, NEVER) if leg.opened <= seen.struck else NEVER
+    return min(leg.ended, books, seen.exits.get(leg.pid, NEVER), seen.now)
+
+
+def affected(scenario: Scenario, seen: Evidence) -> list[Leg]:
+    """Sides that were open when the fault struck, and later ones that it, or the recovery, has cost."""
+    until = seen.stopped or seen.now
+    return [
+        leg
+        for leg in seen.legs
+        if ended(leg, seen) > seen.struck
+        and leg.opened < until
+        and leg.state != "REFUSED"
+        and (leg.opened <= seen.struck or not leg.done)
+    ]
+
+
+def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
+    """All rows."""
+    hit = affected(scenario, seen)
+    result.hit = sum(leg.opened <= seen.struck for leg in hit)
+    result.rooms = len({(leg.room, leg.epoch) for leg in seen.legs})
+    result.ends = Counter(leg.reason or "worker_died" if ended(leg, seen) < seen.now else "NOT ENDED" for leg in seen.legs)
+    rows = result.rows
+    aborts = [
+        min(leg.ended, seen.now) - leg.aborted
+        for leg in seen.legs
+        if leg.aborted < NEVER and leg.pid not in seen.exits and leg.pid not in seen.frozen and leg.worker not in seen.disturbed
+    ]
+    rows.append(
+        Row("abort asked by a worker → its pages reusable", "100 ms at p99", ABORT_WITHIN, aborts, at_p99=True,
+            applies=bool(aborts), gate=len(aborts) >= 20,
+            note="" if len(aborts) >= 20 else f"{len(aborts)} aborts: too few for a p99")
+    )  # fmt: skip
+    values = [ended(leg, seen) - max(seen.struck, leg.opened) for leg in hit]
+    rows.append(Row("affected room terminal, each side", f"{scenario.bound:g} s", scenario.bound, values, applies=bool(values)))
+    for (what, node), seconds in seen.serving.items():
+        within = next(w for a, n, w in scenario.serving if (a, n) == (what, node))
+        row = Row(f"{what} of {node} serves again", f"{within:g} s", within)
+        row.values = [seconds] if seconds is not None else []
+        row.note = "" if seconds is not None else "it did not while it was waited for"
+        rows.append(row)
+    if scenario.keeps is not None:
+        lost = Counter(leg.reason for leg in seen.legs if leg.opened < seen.stopped and _kept(leg, seen, scenario) is False)
+        rows.append(
+            Row("rooms lost, sides", "0", 0.0, [float(sum(lost.values()))], unit="sides",
+                note=", ".join(f"{n} {reason or 'not ended'}" for reason, n in lost.most_common()))
+        )  # fmt: skip
+    if scenario.quiet:
+        rows.append(Row(f"restarts of sidecar {scenario.quiet} and its services", "0", 0.0, [float(seen.restarts)], unit="restarts"))
+    if scenario.gap:
+        rows.append(Row(f"longest time without service of {scenario.quiet}", f"{scenario.gap:g} s", scenario.gap, [seen.gap]))
+    rows.append(
+        Row("faults stop → pages and slots at their baseline", f"{HOME_WITHIN:g} s", HOME_WITHIN,
+            [seen.home] if seen.home is not None else [], note=seen.left)
+    )  # fmt: skip
+    done = sum(trip.done for trip in seen.probe)
+    rows.append(Row("rooms afterwards that were not done", "0", 0.0, [float(seen.probes - done)], unit="rooms"))
+    rows += _untouched(seen)
+    rows.append(Row("bytes delivered wrong and reported done", "0", 0.0, [float(seen.wrong)], unit="bytes"))
+    rows.append(Row("bytes written into pages that were home", "0", 0.0, [float(seen.late)], unit="bytes"))
+    rows.append(Row("events that a core raised on", "0", 0.0, [float(seen.defects)], unit="events"))
+
+
+def _kept(leg: Leg, seen: Evidence, scenario: Scenario) -> bool:
+    assert scenario.keeps is not None
+    before = ended(leg, seen) <= seen.struck
+    ours = leg.room.startswith(("early-", "reuse-", "x1-", "x2-", "x3-", "x4-", "record-"))  # the fault's own
+    allowed = scenario.keeps | ({"sidecar_unavailable", "unreachable"} if scenario.keeps is not DONE else frozenset())
+    return before or ours or leg.done or leg.reason in allowed
+
+
+def _untouched(seen: Evidence) -> list[Row]:
+    """Rooms of the pair that the fault left alone."""
+    calm = [trip for trip in seen.untouched if seen.calm <= trip.began and trip.ended < seen.struck]
+    during = [trip for trip in seen.untouched if trip.ended >= seen.struck]
+    failed = Row(
+        "untouched rooms that were not done", "0", 0.0, [float(sum(not trip.done for trip in during))], unit="rooms",
+        note=", ".join(sorted({f"{t.send}/{t.receive}" for t in during if not t.done})),
+    )  # fmt: skip
+    before = [trip.ended - trip.began for trip in calm if trip.done]
+    after = [trip.ended - trip.began for trip in during if trip.done]
+    ratio = Row("p99 of untouched rooms, against the calm before", f"{RATIO} ×", RATIO, unit="×")
+    if before and after:
+        ratio.values = [percentile(after, 99) / percentile(before, 99)]
+        low, high = interval(before, after)
+        ratio.gate = high <= RATIO or low > RATIO
+        ratio.note = (
+            f"{percentile(before, 99) * 1000:.1f} ms over {len(before)} rooms before, {percentile(after, 99) * 1000:.1f} ms over"
+            f" {len(after)} during and after; 95 % interval {low:.2f} to {high:.2f}"
+        )
+        if not ratio.gate:
+            ratio.note = f"not measurable here, the interval holds the bound: {ratio.note}"
+    else:
+        ratio.gate, ratio.note = False, "no rooms to compare"
+    return [failed, ratio]
+
+
+def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Between which values the ratio of the two p99s lies, at 95 % (bootstrap, always with the same seed).
+
+    A p99 of a hundred rooms on a shared machine is mostly chance: only what chance cannot explain is judged.
+    """
+    draw = random.Random(0)
+    ratios = sorted(
+        percentile(draw.choices(after, k=len(after)), 99) / percentile(draw.choices(before, k=len(before)), 99)
+        for _ in range(RESAMPLES)
+    )
+    return percentile(ratios, 2.5), percentile(ratios, 97.5)
+
+
+def compare(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], result: Result) -> None:
+    """Put both inventories into the result; descriptors and threads that stayed are a row."""
+    result.inventory = {
+        name: {what: (of.get(what, 0.0), after[name][what]) for what in after[name]} for name, of in before.items() if after.get(name)
+    }
+    for what, most in MORE.items():
+        grown = [pair[what][1] - pair[what][0] for name, pair in result.inventory.items() if what in pair and pair[what][0]]
+        result.rows.append(
+            Row(f"{what} of a process, more than before", f"{most:g}", most, [max(0.0, max(grown, default=0.0))], unit=what)
+        )
