@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 import time
@@ -51,6 +52,7 @@ def run(effective: Effective, reload: Callable[[], Effective]) -> int:
     logs.set_up(settings.node.name, settings.log.level, settings.log.json)
     try:
         _be_prompt()
+        _raise_descriptor_limit()
         return asyncio.run(Daemon(effective, reload).run())
     except (RuntimeDirBusy, RuntimeDirError, StartError) as error:
         code = (
@@ -61,6 +63,14 @@ def run(effective: Effective, reload: Callable[[], Effective]) -> int:
     except Exception:
         log.exception("a defect ended the daemon; report it with this traceback")
         return INTERNAL
+
+
+def _raise_descriptor_limit() -> None:
+    """Each peer takes about four descriptors and each worker as many as its pools: what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        log.info("descriptor limit raised from %d to the hard limit, %d", soft, hard)
 
 
 def _be_prompt() -> None:

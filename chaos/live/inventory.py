@@ -6,6 +6,7 @@ Owns: reading that from /proc. Must not: judge; ``judge`` does.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from .world import World
@@ -42,3 +43,39 @@ async def take(world: World) -> dict[str, dict[str, float]]:
         view = await world.look(node)
         found[f"engine of {node}"] = of_process(view.engine_pid) if view is not None and view.engine_pid else {}
     return found
+
+
+class Others:
+    """How much of the machine's processor time goes to processes that are not this run's.
+
+    Every process of a run is in a session of its own or of one of those; everything else is somebody else's.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._before = self._ticks()
+        self._at = time.monotonic()
+
+    def cores(self) -> float:
+        """Cores that others have used since the last call."""
+        ticks, now = self._ticks(), time.monotonic()
+        used = sum(max(0, n - self._before.get(key, 0)) for key, n in ticks.items())
+        seconds = max(now - self._at, 0.01)
+        self._before, self._at = ticks, now
+        return used / os.sysconf("SC_CLK_TCK") / seconds
+
+    def _ticks(self) -> dict[tuple[int, str], int]:
+        """(pid, birth) -> ticks, of all that are not ours."""
+        ours = {os.getsid(0)} if os.getsid(0) == os.getpid() else set()
+        starts = (h for h in self._world.manager.happened if h.kind in ("start", "restart"))
+        ours |= {int(h.detail.removeprefix("pid ")) for h in starts}
+        found = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != os.getpid():
+                try:
+                    fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+                if int(fields[3]) not in ours:
+                    found[int(entry), fields[19]] = int(fields[11]) + int(fields[12])
+        return found

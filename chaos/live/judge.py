@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from .records import NEVER, Leg, Trip
 from .scenarios import DONE, Scenario
 from .verdict import Result, Row, percentile
+from .world import DEAD
 
 ABORT_WITHIN = 0.1
 HOME_WITHIN = 10.0
 RATIO = 1.5
+QUIET = 0.15  # cores that processes which are not the run's may use, before or during, for a p99 that is the run's
 RESAMPLES = 400
+OWN = ("early-", "reuse-", "record-", *(f"{dead}-" for dead in DEAD))  # rooms of the faults themselves, judged by them
 MORE = {"fds": 24.0, "threads": 8.0}  # what a process may hold in the end beyond what it held before
 
 
@@ -45,6 +48,7 @@ class Evidence:
     defects: int = 0
     restarts: int = 0
     gap: float = 0.0
+    others: tuple[float, float] = (0.0, 0.0)  # cores that others used, in the calm and since the strike
 
 
 def ended(leg: Leg, seen: Evidence) -> float:
@@ -63,6 +67,7 @@ def affected(scenario: Scenario, seen: Evidence) -> list[Leg]:
         leg
         for leg in seen.legs
         if ended(leg, seen) > seen.struck
+        and not leg.room.startswith(OWN)
         and leg.opened < until
         and leg.state != "REFUSED"
         and (leg.opened <= seen.struck or not leg.done)
@@ -119,7 +124,7 @@ def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
 def _kept(leg: Leg, seen: Evidence, scenario: Scenario) -> bool:
     assert scenario.keeps is not None
     before = ended(leg, seen) <= seen.struck
-    ours = leg.room.startswith(("early-", "reuse-", "x1-", "x2-", "x3-", "x4-", "record-"))  # the fault's own
+    ours = leg.room.startswith(OWN)
     allowed = scenario.keeps | ({"sidecar_unavailable", "unreachable"} if scenario.keeps is not DONE else frozenset())
     return before or ours or leg.done or leg.reason in allowed
 
@@ -138,13 +143,15 @@ def _untouched(seen: Evidence) -> list[Row]:
     if before and after:
         ratio.values = [percentile(after, 99) / percentile(before, 99)]
         low, high = interval(before, after)
-        ratio.gate = high <= RATIO or low > RATIO
+        quiet = max(seen.others) <= QUIET
+        ratio.gate = quiet and (high <= RATIO or low > RATIO)
         ratio.note = (
             f"{percentile(before, 99) * 1000:.1f} ms over {len(before)} rooms before, {percentile(after, 99) * 1000:.1f} ms over"
             f" {len(after)} during and after; 95 % interval {low:.2f} to {high:.2f}"
         )
         if not ratio.gate:
-            ratio.note = f"not measurable here, the interval holds the bound: {ratio.note}"
+            why = "the interval holds the bound" if quiet else "other processes used {:.2f} and {:.2f} cores".format(*seen.others)
+            ratio.note = f"not measurable here ({why}): {ratio.note}"
     else:
         ratio.gate, ratio.note = False, "no rooms to compare"
     return [failed, ratio]

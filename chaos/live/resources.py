@@ -128,8 +128,7 @@ class Memory(Kill):
     async def strike(self) -> None:
         self._pid = self.world.pid(f"sidecar {self.node}")
         self._limits = resource.prlimit(self._pid, resource.RLIMIT_AS)
-        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + (32 << 20)
+        limit = _size(self._pid) + (32 << 20)
         resource.prlimit(self._pid, resource.RLIMIT_AS, (limit, self._limits[1]))
         await super().strike()
         before = self.world.log_of(f"sidecar {self.node}").count("the engine is gone")
@@ -143,6 +142,11 @@ class Memory(Kill):
 
     async def cease(self) -> None:
         resource.prlimit(self._pid, resource.RLIMIT_AS, self._limits)
+
+
+def _size(pid: int) -> int:
+    """Bytes of address space."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 class Cut(Base):

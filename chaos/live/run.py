@@ -66,6 +66,7 @@ class Run:
         views = {node: await world.look(node) for node in world.nodes}
         self._defects = await self._count_defects()
         self._wrong = await self._bytes()
+        others = inventory.Others(world)
         bystander = await world.agent(prefill[0], decode[0], 4, BYSTANDERS, "bystander")
         load = scenario.load(self.sessions)
         if scenario.delay >= 0:
@@ -78,6 +79,7 @@ class Run:
         if scenario.delay < 0:
             seen.calm = time.monotonic()
             await asyncio.sleep(CALM)
+        calm = others.cores()
         await self._strike(self.fault)
         await self._serving(views)
         await asyncio.sleep(AFTER)
@@ -85,6 +87,7 @@ class Run:
         left = await world.home(HOME_DEADLINE)
         seen.home = None if left else time.monotonic() - max(seen.stopped, seen.ceased)
         seen.left = left
+        seen.others = (calm, others.cores())
         await self._probe()
         await self._stop(bystander, 10.0)
         seen.now = time.monotonic()

@@ -11,6 +11,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 import httpx
@@ -77,6 +78,14 @@ class _Flood(Base):
     async def prepare(self, world: World) -> None:
         self.world = world
         self._before = {origin: await refused(world, self.node, origin) for origin in ("peer", "worker")}
+        self._exits = len(world.manager[f"sidecar {self.node}"].exits)
+        self._said = len(world.log_of(f"sidecar {self.node}"))
+
+    def _ended(self) -> bool:
+        """It, or its thread, has died of what was sent: then it counts from nothing again, and its end is the proof."""
+        name = f"sidecar {self.node}"
+        exits = self.world.manager[name].exits[self._exits :]
+        return bool(exits) or "the bootstrap thread died" in self.world.log_of(name)[self._said :]
 
     async def _prove(self, origin: str, least: int) -> str:
         async def missing() -> str:
@@ -88,16 +97,20 @@ class _Flood(Base):
         grown = await refused(self.world, self.node, origin) - self._before[origin]
         return f"sidecar {self.node} has refused {grown} frames of {origin}s ({self.sent} sent, {self.connections} connections)"
 
-    async def _raw(self, address: tuple[str, int] | str, data: bytes) -> None:
-        """One connection, these bytes, and the end."""
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as s:
-            s.settimeout(2.0)
-            with contextlib.suppress(OSError):  # closing on us in the middle is its right
-                s.connect(address)
-                self.connections += 1
-                s.sendall(data)
-        await asyncio.sleep(0)
+    async def _raw(self, all_of: Iterable[tuple[tuple[str, int] | str, bytes]]) -> None:
+        """For each: one connection, these bytes, and the end. In a thread: the samplers must go on."""
+
+        def send() -> None:
+            for address, data in all_of:
+                family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+                with socket.socket(family, socket.SOCK_STREAM) as s:
+                    s.settimeout(2.0)
+                    with contextlib.suppress(OSError):  # closing on us in the middle is its right
+                        s.connect(address)
+                        self.connections += 1
+                        s.sendall(data)
+
+        await asyncio.to_thread(send)
 
 
 class Garbage(_Flood):
@@ -126,10 +139,9 @@ class Garbage(_Flood):
             await asyncio.sleep(0.5)
         finally:
             peer.close()
-        for _ in range(self._raws):
-            data = self._random.randbytes(self._random.randint(1, 2000))
-            await self._raw(tcp_of(world.endpoint(self.node)), data)
-            await self._raw(str(world.directory / f"{self.node}.sock"), data)
+        raws = [self._random.randbytes(self._random.randint(1, 2000)) for _ in range(self._raws)]
+        for address in (tcp_of(world.endpoint(self.node)), str(world.directory / f"{self.node}.sock")):
+            await self._raw((address, data) for data in raws)
 
     async def _shake_hands(self, peer: Peer) -> None:
         monitor = peer.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -138,9 +150,7 @@ class Garbage(_Flood):
         peer.socket.disable_monitor()
 
     async def prove(self) -> str:
-        """A sidecar that dies of garbage counts from nothing again: then its end is the proof."""
-        exits = self.world.manager[f"sidecar {self.node}"].exits
-        if exits or "the bootstrap thread died" in self.world.log_of(f"sidecar {self.node}"):
+        if self._ended():
             return f"garbage ended what it was sent to ({self.sent} frames sent, {self.connections} connections)"
         return await self._prove("peer", self._frames // 4) + "; " + await self._prove("worker", self._raws // 4)
 
@@ -204,11 +214,10 @@ class Truncated(_Flood):
     async def strike(self) -> None:
         world = self.world
         stream, frame = await self._record()
-        for length in range(1, len(stream)):
-            await self._raw(tcp_of(world.endpoint(self.node)), stream[:length])
+        await self._raw((tcp_of(world.endpoint(self.node)), stream[:length]) for length in range(1, len(stream)))
         attach = self._attach()
-        for length in range(1, len(attach)):
-            await self._raw(str(world.directory / f"{self.node}.sock"), attach[:length])
+        path = str(world.directory / f"{self.node}.sock")
+        await self._raw((path, attach[:length]) for length in range(1, len(attach)))
         peer = Peer(world, self.node, DEAD[0])
         try:
             for length in range(len(frame)):
@@ -223,8 +232,7 @@ class Truncated(_Flood):
         self._what = f"{len(stream)} bytes of a TCP stream, {len(frame)} of its frame, {len(attach)} of an attach"
 
     async def prove(self) -> str:
-        exits = self.world.manager[f"sidecar {self.node}"].exits
-        if exits or "the bootstrap thread died" in self.world.log_of(f"sidecar {self.node}"):
+        if self._ended():
             return f"a truncated frame ended what it was sent to ({self._what})"
         return f"{self._what}, each cut off at every byte: " + await self._prove("peer", self._frame // 2)
 

@@ -18,8 +18,13 @@ KINDS = (
     "job_errors", "landed_lost", "late_writes", "parent_kill", "parent_freeze", "worker_kill", "worker_silent",
     "worker_drop", "abort_storm", "clock_jump", "registry_error", "registry_silent", "operator_abort", "few_slots",
 )  # fmt: skip
-MILD = {"lossy", "repeats", "late", "corrupt", "reset", "landed_lost"}  # every room must be done all the same
+MILD = {"lossy", "repeats", "late", "corrupt", "reset", "landed_lost"}  # taken alone
 HARSH = ("engine_kill", "engine_hang", "late_writes", "parent_kill", "worker_drop", "worker_kill", "abort_storm", "reset")
+
+
+def mild(kinds: set[str]) -> bool:
+    """Must every room be done all the same? After a reset a peer has to be heard soon, which a bad link may prevent."""
+    return kinds <= MILD and not ("reset" in kinds and kinds & {"lossy", "late", "corrupt"})
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def run(
 
 def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, result: Result) -> None:
     world.network = Network(world)
-    mild = all(f.kind in faults.MILD for f in kept)
+    mild = faults.mild({f.kind for f in kept})
     clean = mild and rng.random() < 0.5
     world.respawn = rng.choice((0.005, 0.02, 0.1))
     span = rng.choice((0.3, SPAN))
@@ -150,13 +150,13 @@ def judge(world: World, kept: list[Fault]) -> None:
             raise Violation(f"room {key} ended {reason}, which no fault of this world can cause")
         if reason == "copy_error" and "job_errors" not in kinds:
             raise Violation(f"room {key} ended {reason} without an error of the engine")
-        if kinds <= faults.MILD and reason != "done" and key[:2] in world.clean:
+        if faults.mild(kinds) and reason != "done" and key[:2] in world.clean:
             raise Violation(f"room {key} ended {reason}, and nothing worse than {sorted(kinds)} had happened to it")
     for room, epoch, sending in world.ends:
         if sending and (room, epoch, False) in world.ends:
             ends = world.ends[(room, epoch, True)], world.ends[(room, epoch, False)]
             apart = abs(world.end_times[(room, epoch, True)] - world.end_times[(room, epoch, False)])
-            if kinds <= faults.MILD and apart > 3.0 and "open_timeout" not in ends:
+            if faults.mild(kinds) and apart > 3.0 and "open_timeout" not in ends:
                 raise Violation(f"room {room}/{epoch}: its sides ended {ends} {apart:.2f} s apart, with nothing worse than {sorted(kinds)}")
             if ends[0] == "done" and ends[1] not in ("done", "sidecar_lost", "died"):
                 raise Violation(f"room {room}/{epoch}: the send is done, the receive {ends[1]}")

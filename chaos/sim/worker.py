@@ -262,8 +262,8 @@ class VirtualWorker:
         match frame:
             case worker.Attached():
                 self.connected = True
-                for task in self.held:
-                    self._home(task)
+                for lost in self.held:
+                    self._home(lost)
                 self.held = []
             case worker.Ok(req=req):
                 kind, task = self._answered(req)

@@ -50,18 +50,16 @@ class Link:
                 return
             except ConnectionError:
                 raise ParentGone from None
+            came = array.array("i")
             for level, kind, raw in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._fds.extend(array.array("i", raw[: len(raw) - len(raw) % _INT]))
-            if flags & socket.MSG_CTRUNC:
-                self._lost = True
+                    came.frombytes(raw[: len(raw) - len(raw) % _INT])
             if not data:
                 raise ParentGone
             for body in self._frames.feed(data):
                 job = decode_job(body)
                 fds: tuple[int, ...] = ()
                 if isinstance(job, MapPools):
-                    # A read ends with the bytes that carry descriptors, so those at hand are of this frame.
                     fds = tuple(self._fds)
                     self._fds.clear()
                     if self._lost:
@@ -69,6 +67,11 @@ class Link:
                         close_all(fds)
                         fds = ()
                 yield job, fds
+            # A read ends with the byte that carries descriptors, and that is one of a frame's first: what has become whole
+            # by this read came before it, and these are the next frame's.
+            self._fds.extend(came)
+            if flags & socket.MSG_CTRUNC:
+                self._lost = True
 
     def report(self, report: EngineReport) -> None:
         """Queue a report; ``flush`` sends it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdxfer.core import jobs
 from pdxfer.core.messages import EngineInfo
 from pdxfer.engine import agent as agents
 from pdxfer.engine import exits
 from pdxfer.engine.agent import Agent, PeerLost, metadata_digest
 from pdxfer.engine.copier import Copier
 from pdxfer.engine.frames import Frames, TooLong
+from pdxfer.engine.link import Link, close_all
 from pdxfer.engine.nixl import Nixl
 from pdxfer.engine.pace import IDLE, Pace
 from pdxfer.engine.settings import EngineSettings
@@ -259,3 +263,29 @@ def test_a_post_that_fails_is_over_at_once() -> None:
     with pytest.raises(PeerLost):
         agent.post("peer", 0, (1 << 20) + 4 * 4096, 1, b"n", 1)
     assert agent.notifications() == {} and agent.errors >= 2
+
+
+def test_each_job_gets_its_own_descriptors() -> None:
+    """Two workers are mapped one behind the other, as after a restart: one read holds the end of the first job and the
+    byte of the second that carries its descriptors.
+    """
+    ours, theirs = socket.socketpair()
+    link = Link(theirs)
+    files = [os.memfd_create(f"pool-{number}") for number in range(4)]
+    try:
+        for worker, fds in ((1, files[:2]), (2, files[2:])):
+            data = jobs.encode(jobs.MapPools(worker, (), (4096, 4096)))
+            ours.sendmsg([data[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+            ours.send(data[1:])
+        found = list(link.receive())
+        assert [[os.fstat(fd).st_ino for fd in fds] for _, fds in found] == [
+            [os.fstat(fd).st_ino for fd in files[:2]],
+            [os.fstat(fd).st_ino for fd in files[2:]],
+        ]
+        for _, fds in found:
+            close_all(fds)
+    finally:
+        for fd in files:
+            os.close(fd)
+        ours.close()
+        theirs.close()
