@@ -176,9 +176,13 @@ class Generation:
         """Connections that ended before they had proven a key, and those that could not be accepted."""
         for event in self._monitor.events():
             if event == zmq.EVENT_ACCEPT_FAILED:
-                self.refuse("bootstrap.listen", "overloaded", "a connection could not be accepted: out of file descriptors?")
+                self.refuse(
+                    "bootstrap.listen", "overloaded", "a connection could not be accepted: out of file descriptors?"
+                )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self.refuse("bootstrap.listen", "stranger", "a connection that does not speak as a sidecar, or to another key")
+                self.refuse(
+                    "bootstrap.listen", "stranger", "a connection that does not speak as a sidecar, or to another key"
+                )
             elif self._shown_out:
                 self._shown_out -= 1  # counted where its key was seen
             else:

@@ -67,18 +67,24 @@ def load(path: Path) -> KeyPair:
     except UnicodeDecodeError:
         raise BadKeyFile(f"{path} is no key file: it is not text; make one with: pdxfer keygen") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise BadKeyFile(f"{path} has mode {stat.S_IMODE(mode):04o}, expected 0600: others can read the secret; chmod 600 {path}")
+        raise BadKeyFile(
+            f"{path} has mode {stat.S_IMODE(mode):04o}, expected 0600: others can read the secret; chmod 600 {path}"
+        )
     lines = (line.partition("=") for line in text.splitlines())  # at the first one: Z85 may hold '=' itself
     found = {name.strip(): value.strip() for name, _, value in lines}
     try:
         pair = KeyPair(found["public"], found["secret"])
         derived = zmq.curve_public(pair.secret.encode()).decode()
     except KeyError as error:
-        raise BadKeyFile(f"{path} is no key file: it has no line {error.args[0]} = …; make one with: pdxfer keygen") from None
+        raise BadKeyFile(
+            f"{path} is no key file: it has no line {error.args[0]} = …; make one with: pdxfer keygen"
+        ) from None
     except (zmq.ZMQError, ValueError):
         raise BadKeyFile(f"{path} is no key file: its secret is no key in Z85; make one with: pdxfer keygen") from None
     if derived != pair.public:
-        raise BadKeyFile(f"{path}: the public key does not belong to the secret one; make a new pair with: pdxfer keygen")
+        raise BadKeyFile(
+            f"{path}: the public key does not belong to the secret one; make a new pair with: pdxfer keygen"
+        )
     return pair
 
 

@@ -213,7 +213,9 @@ class Links:
             monitor = Monitor(self._context, socket, _WATCHED)
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            owner.note(logging.WARNING, "node %s: cannot connect to %s: %s; it is tried again", node, place.address, error)
+            owner.note(
+                logging.WARNING, "node %s: cannot connect to %s: %s; it is tried again", node, place.address, error
+            )
             self._failed[node] = now
             if monitor is not None:
                 monitor.close()

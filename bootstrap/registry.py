@@ -166,12 +166,18 @@ class Registry:
         if isinstance(message, Located):
             return self._located(node, message, now), []
         if self.leases is None:
-            raise ValueError(f"node {node!r} takes this node for the registry; it is kept by {self._settings.server or 'nobody'!r}")
+            raise ValueError(
+                f"node {node!r} takes this node for the registry; it is kept by {self._settings.server or 'nobody'!r}"
+            )
         if isinstance(message, Announce):
             if message.public_key != key:
-                raise ValueError(f"node {node!r} announces public key {message.public_key[:50]!r}, expected its own, {key}")
+                raise ValueError(
+                    f"node {node!r} announces public key {message.public_key[:50]!r}, expected its own, {key}"
+                )
             if not reachable(message.address):
-                raise ValueError(f"node {node!r} announces address {message.address[:100]!r}, expected one that peers can connect to")
+                raise ValueError(
+                    f"node {node!r} announces address {message.address[:100]!r}, expected one that peers can connect to"
+                )
             self.leases.announce(node, incarnation, message, now)
             return None, []
         found = self.leases.lookup(message.engine_id, now)
@@ -185,7 +191,9 @@ class Registry:
 
     def _located(self, node: str, message: Located, now: float) -> Answer | None:
         if node != self._settings.server or self._settings.kind != "embedded":
-            raise ValueError(f"node {node!r} answers a lookup, the registry is kept by {self._settings.server or 'nobody'!r}")
+            raise ValueError(
+                f"node {node!r} answers a lookup, the registry is kept by {self._settings.server or 'nobody'!r}"
+            )
         if message.node and not (good_key(message.public_key) and reachable(message.address)):
             raise ValueError(
                 f"node {message.node[:40]!r} is said to be at {message.address[:100]!r} with public key"

@@ -16,7 +16,9 @@ KEY_CHARACTERS: Final = 40  # of a CURVE key in Z85
 MAX_ENDPOINT: Final = 300  # characters: a host name has at most 253
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+(?:%\w+)?\]|\*|[A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5}|\*)", re.ASCII)
 _EVERYWHERE = ("*", "0.0.0.0", "[::]", "[0::0]", "[::0]")
-_Z85 = {c: i for i, c in enumerate("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")}
+_Z85 = {
+    c: i for i, c in enumerate("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+}
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,8 +72,12 @@ class BootstrapSettings(_Table, frozen=True):
 
     listen: str = "tcp://127.0.0.1:7971"  # port 0 or *: any free one
     advertise: str = ""  # what peers connect to; empty: listen itself, so set it when listening on all addresses
-    key_file: str = ""  # the secret key, mode 0600; empty: bootstrap.key in the runtime directory, made at the first start
-    authorized_keys: tuple[str, ...] = ()  # beside those of the registry; a node's name is pinned to its key at first use
+    key_file: str = (
+        ""  # the secret key, mode 0600; empty: bootstrap.key in the runtime directory, made at the first start
+    )
+    authorized_keys: tuple[
+        str, ...
+    ] = ()  # beside those of the registry; a node's name is pinned to its key at first use
     inbox: int = 8192  # frames that wait for the main loop; more are dropped, and their senders repeat them
     outbox: int = 1024  # frames that wait for one peer; the oldest are dropped
     handshake_seconds: float = 5.0  # for a connection to prove its key
@@ -80,7 +86,9 @@ class BootstrapSettings(_Table, frozen=True):
         """Raise ValueError, naming the key, when a value cannot work."""
         parts = split_endpoint(self.listen)
         if parts is None:
-            raise ValueError(f"bootstrap.listen is {self.listen!r}, expected tcp://HOST:PORT, for example tcp://10.0.0.1:7971")
+            raise ValueError(
+                f"bootstrap.listen is {self.listen!r}, expected tcp://HOST:PORT, for example tcp://10.0.0.1:7971"
+            )
         if self.advertise:
             check_address("bootstrap.advertise", self.advertise)
         elif parts[0] in _EVERYWHERE:

@@ -144,6 +144,10 @@ class Driver:
                 why = f"{type(error).__name__}: {error}"[:200]
                 pending.insert(0, events.ToWorker(what.id, worker.Rejected(what.frame.req, "internal", why)))
         self._execute(pending)
+        broken = self.node.state.handling
+        if broken is not None and isinstance(what, Event) and not isinstance(what, events.RoomBroken):
+            detail = f"{type(what).__name__} raised {type(error).__name__}: {error}"[:300]
+            self._inbox.appendleft(events.RoomBroken(*broken, detail))
         try:
             self._errors.died(self._loop.time(), f"{type(what).__name__}: {type(error).__name__}: {error}")
         except OverBudget as over:

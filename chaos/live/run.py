@@ -207,8 +207,8 @@ class Run:
         seen.exits = {pid: at for pid in {leg.pid for leg in seen.legs} if (at := world.died(pid)) is not None}
         seen.untouched = read_trips(world.trips(bystander))
         seen.frozen = self._frozen()
-        if isinstance(self.fault, Kill | Restart):
-            seen.disturbed = [engine for engine, node in world.placed.items() if node in self.scenario.nodes]
+        struck = self._struck()
+        seen.disturbed = [engine for engine, node in world.placed.items() if node in struck]
         _wrong, late = await self._bytes()
         seen.wrong = sum(leg.wrong for leg in seen.legs)
         seen.late = late if late < self._wrong[1] else late - self._wrong[1]
@@ -224,6 +224,13 @@ class Run:
             else:
                 seen.restarts = sum(new.restarts.values()) - sum(old.restarts.values())
             seen.gap = self._gap(node)
+
+    def _struck(self) -> set[str]:
+        """Nodes of which a process itself was struck."""
+        if isinstance(self.fault, Restart):
+            return set(self.fault.nodes)
+        roles = self.fault.roles if isinstance(self.fault, Kill) else ()
+        return {role.split()[-1] for role in roles if role.startswith(("engine of ", "sidecar "))}
 
     def _frozen(self) -> dict[int, float]:
         """Of workers that were stopped: when their sidecar held none of their pages any more."""

@@ -121,14 +121,15 @@ def _kills() -> list[Scenario]:
             ),
         ]  # fmt: skip
     registry = Kind(registry=True)
+    local = (("by-d", "d"), ("by-d2", "d"))  # rooms within a node ask no registry; all others do
     found += [
         Scenario(
             "registry-kill", "SIGKILL of the node that keeps the registry", lambda n: Kill("sidecar r", "engine of r"),
-            "registry_waited_for", bound=STALLED, kind=registry, serving=(("parent", "r", PARENT_AGAIN),),
+            "registry_waited_for", bound=STALLED, kind=registry, serving=(("parent", "r", PARENT_AGAIN),), bystanders=local,
         ),
         Scenario(
             "registry-stop", "SIGSTOP of the node that keeps the registry", lambda n: Stop("sidecar r", "engine of r"),
-            "registry_waited_for", bound=STALLED, kind=registry, hold=17.0,
+            "registry_waited_for", bound=STALLED, kind=registry, hold=17.0, bystanders=local,
         ),
         Scenario(
             "node-kill", "SIGKILL of everything on the decode node at once",
@@ -222,7 +223,8 @@ def _resources() -> list[Scenario]:
         ),
         Scenario(
             "memory-full", "the prefill node has no memory for an engine that must start again", lambda n: Memory("p"),
-            "engine_not_replaced", nodes="p", bound=STALLED, serving=(("engine", "p", 4.0 + 5.0 + ENGINE_AGAIN),),
+            "engine_not_replaced", nodes="p", bound=STALLED, kind=Kind(slot_bytes=16 << 20), concurrency=(16,),
+            serving=(("engine", "p", 4.0 + 5.0 + ENGINE_AGAIN),),
         ),
         cut("cut-both", "no packet passes between the two nodes, for 17 s", ("p", "d"), ("d", "p")),
         cut("cut-prefill-to-decode", "no packet passes from the prefill to the decode node, for 17 s", ("p", "d")),

@@ -132,14 +132,15 @@ def as_expected(found: list[Outcome]) -> bool:
 
 def table(found: list[Outcome]) -> Table:
     result = Table(box=box.SIMPLE_HEAD)
-    for name in ("build", "runs", "wedged", "sides hit", "still open", "all over, s: p50 / max", "new rooms done, s: p50 / max", "pages lent in the end"):
+    for name in ("build", "runs", "wedged", "sides hit", "still open", "all over, s: p50 / max", "new rooms done, s: p50 / max", "bootstrap threads dead"):
         result.add_column(name, justify="left" if name == "build" else "right")
     for build in BUILDS:
         runs = [o for o in found if o.build == build and o.injected]
         if runs:
             result.add_row(
                 build, str(len(runs)), str(sum(o.wedged for o in runs)), str(sum(o.hit for o in runs)), str(sum(o.open for o in runs)),
-                _times([o.terminal for o in runs]), _times([o.answered for o in runs]), str(sum(o.lent for o in runs)),
+                _times([o.terminal for o in runs]), _times([o.answered for o in runs]),
+                f"{sum(state != 'alive' for o in runs for state in o.threads.values())} of {sum(len(o.threads) for o in runs)}",
             )  # fmt: skip
     return result
 

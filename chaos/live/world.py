@@ -31,7 +31,6 @@ PREFILL, DECODE = "prefill-0", "decode-0"
 DEAD = ("x1", "x2", "x3", "x4")  # nodes that are configured and answer nothing
 START_DEADLINE = 90.0
 INTERVAL = 0.1  # seconds between looks at a sidecar
-SLOT_BYTES = 128 << 10
 
 
 class WorldError(Exception):
@@ -48,6 +47,7 @@ class Kind:
     mutant: str = ""
     bystander: bool = True  # node b runs
     slots: tuple[int, int] = (8, 16)  # send and receive slots of each engine
+    slot_bytes: int = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class World:
                 "authorized_keys": authorized,
             },
             "registry": registry,
-            "engine": {"slot_bytes": SLOT_BYTES, "send_slots": self.kind.slots[0], "recv_slots": self.kind.slots[1]},
+            "engine": {"tls": "tcp", "slot_bytes": self.kind.slot_bytes, "send_slots": self.kind.slots[0], "recv_slots": self.kind.slots[1]},
             "supervisor": {"drain_timeout": 5.0, "close_timeout": 2.0},
             "debug": {"hooks": True},
         }

@@ -37,8 +37,12 @@ def audit(st: State) -> None:
 def _slots(st: State) -> None:
     sending = {r.slot for r in st.jobs.values() if r.kind == "send"}
     scattering = {r.slot for r in st.jobs.values() if r.kind == "scatter"}
-    assert {s.index for s in st.engine.send.all if s.state is not SlotState.FREE} == sending, "a send slot without a job"
-    assert {s.index for s in st.engine.recv.all if s.state is SlotState.SCATTERING} == scattering, "a scatter without a job"
+    assert {s.index for s in st.engine.send.all if s.state is not SlotState.FREE} == sending, (
+        "a send slot without a job"
+    )
+    assert {s.index for s in st.engine.recv.all if s.state is SlotState.SCATTERING} == scattering, (
+        "a scatter without a job"
+    )
     held = {i for r in st.recvs.values() for i in r.outstanding.values()}
     for slot in st.engine.recv.all:
         if slot.state is SlotState.GRANTED:
@@ -62,4 +66,6 @@ def _pages(st: State) -> None:
             for pool, table in zip(pools, room.tables, strict=True):
                 pool.update(map(int, table))
     for worker, pools in lent.items():
-        assert st.pages.lent(worker) == sum(map(len, pools)), f"worker {worker}: the ledger lends other pages than rooms hold"
+        assert st.pages.lent(worker) == sum(map(len, pools)), (
+            f"worker {worker}: the ledger lends other pages than rooms hold"
+        )

@@ -85,7 +85,9 @@ class Ends:
         )  # fmt: skip
         st.to_worker(worker, frame)
         st.emit(
-            RoomClosed(room.room, room.epoch, room.sending, room.reason, room.detail, room.bytes, age, room.peer or st.name)
+            RoomClosed(
+                room.room, room.epoch, room.sending, room.reason, room.detail, room.bytes, age, room.peer or st.name
+            )
         )
 
     def push_home(self, room: SendRoom, push: Push, *, told: bool) -> None:

@@ -39,6 +39,9 @@ class Engines:
             return
         if not st.engine.up:
             return  # the last words of an engine that is gone
+        record = st.jobs.get(getattr(report, "job", 0))
+        if record is not None:
+            st.handling = (record.room.room, record.room.epoch)
         match report:
             case jobs.Gathered(job=id) if id in st.jobs:
                 if not st.jobs[id].gathered:

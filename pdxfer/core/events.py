@@ -76,6 +76,14 @@ class OperatorAbort(_Event, frozen=True):
     detail: str
 
 
+class RoomBroken(_Event, frozen=True):
+    """The core raised while it handled this room (``State.handling``): a defect. The room ends, the others go on."""
+
+    room: str
+    epoch: int
+    detail: str
+
+
 class Drain(_Event, frozen=True):
     """Take no new rooms."""
 
@@ -90,7 +98,8 @@ class Tick(_Event, frozen=True):
 
 Event = (
     WorkerAttached | WorkerSaid | WorkerGone | PeerSaid | PeerCut | Resolved | EngineSaid | EngineGone
-    | OperatorAbort | Drain | Shutdown | Tick
+    | OperatorAbort
+    | RoomBroken | Drain | Shutdown | Tick
 )  # fmt: skip
 
 

@@ -201,4 +201,6 @@ def decode_report(body: bytes) -> EngineReport:
 
 def rows_of(pieces: tuple[Piece, ...], tables: list[bytes]) -> tuple[Rows, ...]:
     """Pieces as rows: ``tables`` holds a room's page table per pool, little-endian uint32."""
-    return tuple(Rows(p.pool, p.plane0, p.planes, tables[p.pool][4 * p.page0 : 4 * (p.page0 + p.pages)]) for p in pieces)
+    return tuple(
+        Rows(p.pool, p.plane0, p.planes, tables[p.pool][4 * p.page0 : 4 * (p.page0 + p.pages)]) for p in pieces
+    )

@@ -63,7 +63,9 @@ class PageLedger:
             bad = state != HOME if write else state == WRITE
             if bad.any():
                 page = int(pages[bad][0])
-                raise Refused("pages_not_owned", f"pool {name!r}: page {page} is lent ({PAGE_STATES[int(pool.state[page])]})")
+                raise Refused(
+                    "pages_not_owned", f"pool {name!r}: page {page} is lent ({PAGE_STATES[int(pool.state[page])]})"
+                )
 
     def lend(self, worker: int, tables: Sequence[Pages], room: int, *, write: bool) -> None:
         """Move checked pages to a room: HOME → WRITE, or HOME/READ → READ."""
@@ -158,14 +160,23 @@ class SlotLedger:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, state: SlotState, room: str, epoch: int, segment: int, peer: str, peer_engine: int, now: float) -> Slot:
+    def take(
+        self, state: SlotState, room: str, epoch: int, segment: int, peer: str, peer_engine: int, now: float
+    ) -> Slot:
         """FREE → ``state``, under a new generation. There must be a free slot."""
         slot = self.all[self._free.pop()]
         assert slot.state is SlotState.FREE
         assert state in _MOVES[SlotState.FREE]
         slot.state = state
         slot.generation += 1
-        slot.room, slot.epoch, slot.segment, slot.peer, slot.peer_engine, slot.since = room, epoch, segment, peer, peer_engine, now
+        slot.room, slot.epoch, slot.segment, slot.peer, slot.peer_engine, slot.since = (
+            room,
+            epoch,
+            segment,
+            peer,
+            peer_engine,
+            now,
+        )
         self.by_peer[peer] = self.by_peer.get(peer, 0) + 1
         return slot
 

@@ -209,8 +209,24 @@ RoomMessage = Want | Accept | Need | Grant | Segment | Ack | Finish | Done | End
 SlotMessage = SlotQuery | SlotFate
 RegistryMessage = Announce | Lookup | Located
 Message = (
-    Hello | Heartbeat | Goodbye | Want | Accept | Need | Grant | Segment | Ack | Finish | Done | Ended | EndedAck
-    | SlotQuery | SlotFate | Announce | Lookup | Located
+    Hello
+    | Heartbeat
+    | Goodbye
+    | Want
+    | Accept
+    | Need
+    | Grant
+    | Segment
+    | Ack
+    | Finish
+    | Done
+    | Ended
+    | EndedAck
+    | SlotQuery
+    | SlotFate
+    | Announce
+    | Lookup
+    | Located
 )
 
 
@@ -288,7 +304,9 @@ def check(message: Message) -> None:
     """Limits that types do not express. Raises Refused('bad_frame')."""
     if isinstance(message, RoomMessage):
         if not good_name(message.room) or not 0 <= message.epoch < 2**31:
-            raise Refused("bad_frame", f"{type(message).__name__}: room id {message.room[:40]!r}, epoch {message.epoch}")
+            raise Refused(
+                "bad_frame", f"{type(message).__name__}: room id {message.room[:40]!r}, epoch {message.epoch}"
+            )
     if isinstance(message, Want):
         if not good_name(message.source) or not good_name(message.target):
             raise Refused("bad_frame", "Want: bad engine id")

@@ -40,9 +40,7 @@ class Node:
         self.local.sender, self.local.receiver = self.sender, self.receiver
         self.peers = Peers(self.state, self.ends, self.sender, self.receiver)
         self.workers = Workers(self.state, self.ends, self.sender, self.receiver)
-        self.engines = Engines(
-            self.state, self.ends, self.sender, self.receiver, self.local, self.peers, self.workers
-        )
+        self.engines = Engines(self.state, self.ends, self.sender, self.receiver, self.local, self.peers, self.workers)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.WorkerAttached: self.workers.attached,
             events.WorkerSaid: self.workers.said,
@@ -53,6 +51,7 @@ class Node:
             events.EngineSaid: self.engines.said,
             events.EngineGone: self.engines.lost,
             events.OperatorAbort: self._operator_abort,
+            events.RoomBroken: self._room_broken,
             events.Drain: self._drain,
             events.Shutdown: self._shutdown,
             events.Tick: lambda event: None,
@@ -80,6 +79,7 @@ class Node:
         st = self.state
         st.now = max(st.now, now)
         self._ring()
+        st.handling = None
         self._handlers[type(event)](event)
         self._move()
         actions, st.out = st.out, []
@@ -121,6 +121,7 @@ class Node:
                     room = (st.sends if sending else st.recvs).get((room_id, epoch))
                     if room is None or room.serial != serial:
                         continue
+                    st.handling = (room_id, epoch)
                     if isinstance(room, SendRoom):
                         self.sender.timeout(room) if kind == "room" else self.sender.retry(room)
                     elif isinstance(room, RecvRoom):
@@ -155,7 +156,9 @@ class Node:
             room = record.room
             if room.live:
                 self.ends.end(
-                    room, "transfer_deadline", f"segment {record.plan.index if record.plan else '?'} not written within {lim.transfer_deadline:g} s"
+                    room,
+                    "transfer_deadline",
+                    f"segment {record.plan.index if record.plan else '?'} not written within {lim.transfer_deadline:g} s",
                 )
             if not record.doubtful:
                 self.ends.doubt(id)
@@ -197,6 +200,7 @@ class Node:
             if handler is None:
                 st.refuse("peer", event.node, "bad_frame", f"{type(message).__name__} is not for the core")
                 continue
+            st.handling = (message.room, message.epoch) if isinstance(message, messages.RoomMessage) else None
             handler(peer, message)
             if event.node not in st.peers:
                 return  # that was a goodbye
@@ -211,7 +215,9 @@ class Node:
                 peer = self.peers.ensure(event.node)
                 self.receiver.resolved(room, peer.node, event.incarnation)
             elif event.node:
-                self.ends.end(room, "unknown_engine", f"{event.engine_id!r} should be on this node, and is not attached")
+                self.ends.end(
+                    room, "unknown_engine", f"{event.engine_id!r} should be on this node, and is not attached"
+                )
             else:
                 self.ends.end(room, event.error or "unknown_engine", f"engine id {event.engine_id!r}")
 
@@ -224,6 +230,14 @@ class Node:
         for room in rooms:
             if room.live:
                 self.ends.end(room, "operator_abort", event.detail or "pdxfer abort")
+        self.workers.release_gone()
+
+    def _room_broken(self, event: events.RoomBroken) -> None:
+        st = self.state
+        rooms: list[Room | None] = [st.sends.get((event.room, event.epoch)), st.recvs.get((event.room, event.epoch))]
+        for room in rooms:
+            if room is not None and room.live:
+                self.ends.end(room, "internal_error", event.detail)
         self.workers.release_gone()
 
     def _drain(self, event: events.Drain) -> None:
@@ -244,4 +258,3 @@ class Node:
             self.ends.end_parked(key, "shutdown", f"node {st.name!r} is shutting down")
         if not st.engine.up:
             self.peers.goodbye()
-

@@ -87,19 +87,28 @@ class Peers:
         """A peer introduces itself, or has changed. None when it is an old incarnation speaking."""
         st = self.state
         if message.incarnation != incarnation:
-            st.refuse("peer", node, "bad_frame", f"Hello of incarnation {message.incarnation:x} in an envelope of {incarnation:x}")
+            st.refuse(
+                "peer",
+                node,
+                "bad_frame",
+                f"Hello of incarnation {message.incarnation:x} in an envelope of {incarnation:x}",
+            )
             return None
         peer = st.peers.get(node)
         engine = message.engine
         if engine is not None and engine.agent != agent_name(node, incarnation, engine.incarnation):
-            st.refuse("peer", node, "bad_frame", f"Hello with the engine {engine.agent[:80]!r}, which is not this node's")
+            st.refuse(
+                "peer", node, "bad_frame", f"Hello with the engine {engine.agent[:80]!r}, which is not this node's"
+            )
             return None
         if peer is None:
             peer = st.peers[node] = Peer(node, st.now)
             st.timers.set(("beat", node), st.now + st.limits.heartbeat_interval)
             st.timers.set(("silent", node), st.now + st.limits.stall_deadline)
         elif peer.incarnation and incarnation < peer.incarnation:
-            st.refuse("peer", node, "wrong_incarnation", f"incarnation {incarnation:x} is over, {peer.incarnation:x} is known")
+            st.refuse(
+                "peer", node, "wrong_incarnation", f"incarnation {incarnation:x} is over, {peer.incarnation:x} is known"
+            )
             return None
         elif peer.incarnation and incarnation > peer.incarnation:
             self._restarted(peer, f"incarnation {peer.incarnation:x} is over, {incarnation:x} is up")
@@ -129,7 +138,9 @@ class Peers:
         """Show that we hold its Hello; give ours if it may lack it."""
         st = self.state
         assert peer.hello is not None
-        if peer.seen < st.revision and st.now >= peer.hello_at + st.limits.retry_first:  # else Hello answers Hello for ever
+        if (
+            peer.seen < st.revision and st.now >= peer.hello_at + st.limits.retry_first
+        ):  # else Hello answers Hello for ever
             self._say_hello(peer)
         st.to_peer(peer.node, Heartbeat(st.revision, peer.hello.revision))
 
@@ -215,7 +226,9 @@ class Peers:
         elif peer.state == Peer.CONNECTING:
             self._lose(peer, "peer_unreachable", f"no answer within {st.limits.connect_timeout:g} s")
         elif peer.cut_at is not None:
-            self._lose(peer, "peer_lost", f"its connection closed and it was not heard within {st.limits.cut_grace:g} s")
+            self._lose(
+                peer, "peer_lost", f"its connection closed and it was not heard within {st.limits.cut_grace:g} s"
+            )
         else:
             self._lose(peer, "peer_lost", f"silent for {st.limits.stall_deadline:g} s")
 
@@ -271,8 +284,10 @@ class Peers:
         st = self.state
         for key in list(peer.rooms):
             room = st.sends.get((key[0], key[1])) if key[2] else None
-            if room is not None and room.peer == peer.node and any(
-                plan.granted and not plan.acked for plan in room.plans[room.acked : room.high]
+            if (
+                room is not None
+                and room.peer == peer.node
+                and any(plan.granted and not plan.acked for plan in room.plans[room.acked : room.high])
             ):
                 self.ends.end(room, "engine_lost", f"node {peer.node!r}: its engine died with segments of this room")
         self._remove_agent(agent)

@@ -36,7 +36,9 @@ class Receiver:
         st = self.state
         key = (frame.room, frame.epoch)
         if key in st.recvs:
-            raise Refused("room_exists", f"receive of room {frame.room}/{frame.epoch} is under way (state {st.recvs[key].state})")
+            raise Refused(
+                "room_exists", f"receive of room {frame.room}/{frame.epoch} is under way (state {st.recvs[key].state})"
+            )
         if not messages.good_name(frame.source):
             raise Refused("bad_engine_id", f"source {frame.source[:40]!r}")
         if len(frame.pages) != len(owner.specs):
@@ -58,7 +60,11 @@ class Receiver:
         st = self.state
         if room.source in st.by_engine_id:
             if room.source_incarnation not in (0, st.incarnation):
-                self.ends.end(room, "peer_restarted", f"asked for incarnation {room.source_incarnation:x}, this is {st.incarnation:x}")
+                self.ends.end(
+                    room,
+                    "peer_restarted",
+                    f"asked for incarnation {room.source_incarnation:x}, this is {st.incarnation:x}",
+                )
                 return
             room.state = RecvRoom.WANTING
             send = st.sends.get((room.room, room.epoch))
@@ -278,7 +284,9 @@ class Receiver:
             return False
         if room.coverage.left:
             self.ends.end(
-                room, "page_count_mismatch", f"prefill finished, {room.coverage.left} of the pages × layers asked for never came"
+                room,
+                "page_count_mismatch",
+                f"prefill finished, {room.coverage.left} of the pages × layers asked for never came",
             )
             return True
         room.bytes = sum(t.size * s.planes * s.page_bytes for t, s in zip(room.tables, room.worker.specs, strict=True))
@@ -297,7 +305,9 @@ class Receiver:
         if tomb is not None and tomb.reason == "done":
             st.to_peer(peer.node, messages.Done(room, epoch))
         elif (peer.node, (room, epoch, False)) not in self.ends.closing:
-            reason, detail = (tomb.reason, tomb.detail) if tomb is not None else ("protocol_error", "no such receive here")
+            reason, detail = (
+                (tomb.reason, tomb.detail) if tomb is not None else ("protocol_error", "no such receive here")
+            )
             self.ends.tell(peer.node, (room, epoch, False), reason, detail)
 
     # waiting -------------------------------------------------------------------------------------------------------
@@ -356,10 +366,17 @@ class Receiver:
         st.timers.set(("quarantine",), st.now + st.limits.retry_first * 2)
         oldest = st.now - min(s.since for s in slots)
         if oldest >= st.limits.quarantine_limit and not st.engine.killing:
-            busy = any(s.state in (SlotState.GRANTED, SlotState.SCATTERING) for s in st.engine.recv.all) or st.engine.send.by_peer
+            busy = (
+                any(s.state in (SlotState.GRANTED, SlotState.SCATTERING) for s in st.engine.recv.all)
+                or st.engine.send.by_peer
+            )
             if not busy or len(slots) * 2 >= len(st.engine.recv.all) or oldest >= 4 * st.limits.quarantine_limit:
                 st.engine.killing = True
-                st.emit(KillEngine(f"{len(slots)} receive slots in quarantine, the oldest for {oldest:.0f} s: fencing their writers"))
+                st.emit(
+                    KillEngine(
+                        f"{len(slots)} receive slots in quarantine, the oldest for {oldest:.0f} s: fencing their writers"
+                    )
+                )
 
     def on_fate(self, peer: Peer, fate: messages.SlotFate) -> None:
         st = self.state

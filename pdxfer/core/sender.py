@@ -36,7 +36,9 @@ class Sender:
         st = self.state
         key = (frame.room, frame.epoch)
         if key in st.sends:
-            raise Refused("room_exists", f"send of room {frame.room}/{frame.epoch} is open (state {st.sends[key].state})")
+            raise Refused(
+                "room_exists", f"send of room {frame.room}/{frame.epoch} is open (state {st.sends[key].state})"
+            )
         room = SendRoom(frame.room, frame.epoch, st.serial(), owner, st.now)
         st.sends[key] = room
         owner.rooms[room.key] = None
@@ -62,7 +64,10 @@ class Sender:
             raise Refused("push_after_finish", f"room {room} was finished with {sum(room.counts)} pages")
         specs = room.worker.specs
         if len(frame.pages) != len(specs) or len(frame.page0) != len(specs):
-            raise Refused("pools_unequal", f"{len(frame.pages)} page tables, {len(frame.page0)} first pages, expected {len(specs)}")
+            raise Refused(
+                "pools_unequal",
+                f"{len(frame.pages)} page tables, {len(frame.page0)} first pages, expected {len(specs)}",
+            )
         tables: list[Pages] = [page_array(raw) for raw in frame.pages]
         rects: list[Piece] = []
         ends: list[int] = []
@@ -128,7 +133,9 @@ class Sender:
         names = room.worker.names
         for name, have, want in zip(names, room.counts, room.wanted, strict=True):
             if have > want or (room.finished is not None and have != want):
-                self.ends.end(room, "page_count_mismatch", f"pool {name!r}: prefill has {have} pages, decode asked for {want}")
+                self.ends.end(
+                    room, "page_count_mismatch", f"pool {name!r}: prefill has {have} pages, decode asked for {want}"
+                )
                 return False
         if room.finished is not None and room.covered.left:
             self.ends.end(room, "page_count_mismatch", f"{room.covered.left} of the pages × layers were never pushed")
@@ -159,20 +166,26 @@ class Sender:
             if room.peer == peer.node:
                 st.to_peer(peer.node, messages.Accept(room.room, room.epoch))
             else:
-                self._refuse_want(peer, want, "protocol_error", f"the room is matched with {room.peer or 'a worker of its own node'!r}")
+                self._refuse_want(
+                    peer,
+                    want,
+                    "protocol_error",
+                    f"the room is matched with {room.peer or 'a worker of its own node'!r}",
+                )
             return
         if want.source != room.worker.engine_id:
             self._refuse_want(
-                peer, want, "unknown_engine", f"room {room} is sent by {room.worker.engine_id!r}, wanted from {want.source!r}"
+                peer,
+                want,
+                "unknown_engine",
+                f"room {room} is sent by {room.worker.engine_id!r}, wanted from {want.source!r}",
             )
             return
         room.peer = peer.node
         peer.rooms[room.key] = None
         self.matched(room, want.specs, want.pages, f"decode worker {want.target!r}")
 
-    def matched(
-        self, room: SendRoom, specs: tuple[PoolSpec, ...], pages: tuple[int, ...], who: str
-    ) -> bool:
+    def matched(self, room: SendRoom, specs: tuple[PoolSpec, ...], pages: tuple[int, ...], who: str) -> bool:
         """Compare layouts and begin. False when the room ended over it."""
         st = self.state
         differ = difference(room.worker.specs, specs)
@@ -256,7 +269,9 @@ class Sender:
         if peer.engine is None or grant.engine != peer.engine.incarnation or not st.engine.up:
             return  # repeated when both engines are up
         if not 0 <= grant.segment < len(room.plans) or not 0 <= grant.slot < peer.engine.slots:
-            self.ends.end(room, "protocol_error", f"granted slot {grant.slot} for segment {grant.segment} of {len(room.plans)}")
+            self.ends.end(
+                room, "protocol_error", f"granted slot {grant.slot} for segment {grant.segment} of {len(room.plans)}"
+            )
             return
         plan = room.plans[grant.segment]
         if plan.granted:
@@ -289,7 +304,9 @@ class Sender:
             if agent not in ("ready", "adding"):
                 self.ends.end(room, "metadata_refused", f"node {room.peer!r}: {agent}")
                 continue
-            if agent == "adding" or (held and (slots.free <= len(slots.all) // 4 or held >= max(1, len(slots.all) // 2))):
+            if agent == "adding" or (
+                held and (slots.free <= len(slots.all) // 4 or held >= max(1, len(slots.all) // 2))
+            ):
                 kept.append((room, plan))
                 continue
             self._send(room, plan, info)
@@ -297,8 +314,12 @@ class Sender:
 
     def _send(self, room: SendRoom, plan: Plan, info: messages.EngineInfo) -> None:
         st = self.state
-        assert plan.bytes <= info.slot_bytes, f"segment {plan.index} of room {room} would not fit the slots of {info.agent}"
-        slot = st.engine.send.take(SlotState.SENDING, room.room, room.epoch, plan.index, room.peer, info.incarnation, st.now)
+        assert plan.bytes <= info.slot_bytes, (
+            f"segment {plan.index} of room {room} would not fit the slots of {info.agent}"
+        )
+        slot = st.engine.send.take(
+            SlotState.SENDING, room.room, room.epoch, plan.index, room.peer, info.incarnation, st.now
+        )
         record = JobRecord(
             "send", room, slot=slot.index, plan=plan, peer=room.peer,
             remote_slot=plan.slot, remote_generation=plan.generation,
@@ -403,7 +424,11 @@ class Sender:
 
     def _owed(self, room: SendRoom) -> bool:
         """Does the receiver owe us an answer?"""
-        return len(room.plans) > room.granted or room.said_finish or any(p.sent and not p.acked for p in room.plans[room.acked : room.high])
+        return (
+            len(room.plans) > room.granted
+            or room.said_finish
+            or any(p.sent and not p.acked for p in room.plans[room.acked : room.high])
+        )
 
     def retry(self, room: SendRoom) -> None:
         """Say again what has not been answered."""
@@ -445,13 +470,29 @@ class Sender:
         elif not st.engine.up or (room.peer and st.peers[room.peer].engine is None):
             which = "this node's" if not st.engine.up else f"node {room.peer!r}'s"
             since = st.engine.since if not st.engine.up else st.peers[room.peer].engine_since
-            phase = (max(room.progress, since) + lim.engine_timeout, "engine_unavailable", f"{which} engine is not ready")
+            phase = (
+                max(room.progress, since) + lim.engine_timeout,
+                "engine_unavailable",
+                f"{which} engine is not ready",
+            )
         elif room.local is None and len(room.plans) > room.granted:
-            phase = (room.progress + lim.credit_timeout, "credit_timeout", f"{room.granted} of {len(room.plans)} segments granted")
+            phase = (
+                room.progress + lim.credit_timeout,
+                "credit_timeout",
+                f"{room.granted} of {len(room.plans)} segments granted",
+            )
         elif room.finished is not None:
-            phase = (room.progress + lim.ack_timeout, "ack_timeout", f"{room.acked} of {len(room.plans)} segments acknowledged")
+            phase = (
+                room.progress + lim.ack_timeout,
+                "ack_timeout",
+                f"{room.acked} of {len(room.plans)} segments acknowledged",
+            )
         elif any(p.sent and not p.acked for p in room.plans[room.acked : room.high]):
-            phase = (room.progress + lim.ack_timeout, "ack_timeout", f"{room.acked} of {len(room.plans)} segments acknowledged")
+            phase = (
+                room.progress + lim.ack_timeout,
+                "ack_timeout",
+                f"{room.acked} of {len(room.plans)} segments acknowledged",
+            )
         else:
             phase = (room.progress + lim.push_timeout, "push_timeout", f"nothing pushed for {lim.push_timeout:g} s")
         return min(latest, phase)
@@ -477,7 +518,9 @@ class Sender:
     def query(self, peer: Peer, query: messages.SlotQuery) -> None:
         """Which of these grants will never be written under again?"""
         st = self.state
-        busy = {(r.remote_slot, r.remote_generation) for r in st.jobs.values() if r.kind == "send" and r.peer == peer.node}
+        busy = {
+            (r.remote_slot, r.remote_generation) for r in st.jobs.values() if r.kind == "send" and r.peer == peer.node
+        }
         free = tuple(
             (slot, generation)
             for room, epoch, _segment, slot, generation in query.slots
@@ -485,4 +528,3 @@ class Sender:
         )
         if free:
             st.to_peer(peer.node, messages.SlotFate(query.engine, free))
-

@@ -40,7 +40,9 @@ class Worker:
         self.specs: tuple[PoolSpec, ...] = ()
         self.names: list[str] = []
         self.num_pages: tuple[int, ...] = ()
-        self.rooms: dict[RoomKey, None] = {}  # live or still coming home; a dict keeps its order, so that runs repeat (R3)
+        self.rooms: dict[
+            RoomKey, None
+        ] = {}  # live or still coming home; a dict keeps its order, so that runs repeat (R3)
         self.map_job: EngineJob | None = None
         self.unanswered_attach: int | None = None  # the attach request, until the engine has mapped the pools
         self.may_begin = False  # the attach may be answered
@@ -76,7 +78,9 @@ class Push:
 
     __slots__ = ("home", "left", "page0", "raw", "req", "tables", "uncut")
 
-    def __init__(self, req: int, page0: tuple[int, ...], raw: tuple[bytes, ...], tables: list[Pages], rects: list[Piece]) -> None:
+    def __init__(
+        self, req: int, page0: tuple[int, ...], raw: tuple[bytes, ...], tables: list[Pages], rects: list[Piece]
+    ) -> None:
         self.req = req
         self.page0 = page0
         self.raw = raw
@@ -240,6 +244,7 @@ class State:
         self.release = release
         self.limits = limits
         self.now = 0.0
+        self.handling: tuple[str, int] | None = None  # the room that is being handled, should that raise
         self.out: list[Action] = []
         self.timers = Timers()
         self.pages = PageLedger()

@@ -51,10 +51,14 @@ class Workers:
                 pool.spec.check()
                 if len(pool.planes) != pool.spec.planes:
                     raise Refused(
-                        "bad_layout", f"pool {pool.spec.name!r}: {len(pool.planes)} planes are placed, its layout has {pool.spec.planes}"
+                        "bad_layout",
+                        f"pool {pool.spec.name!r}: {len(pool.planes)} planes are placed, its layout has {pool.spec.planes}",
                     )
                 if not 0 < pool.num_pages <= MAX_PAGES:
-                    raise Refused("bad_layout", f"pool {pool.spec.name!r}: num_pages is {pool.num_pages}, expected 1 to {MAX_PAGES}")
+                    raise Refused(
+                        "bad_layout",
+                        f"pool {pool.spec.name!r}: num_pages is {pool.num_pages}, expected 1 to {MAX_PAGES}",
+                    )
                 for i, plane in enumerate(pool.planes):
                     self._check_plane(pool, i, plane, frame.fd_bytes)
         except Refused as error:
@@ -84,10 +88,14 @@ class Workers:
         if not 0 <= plane.fd < len(fd_bytes):
             raise Refused("bad_layout", f"{what}: file descriptor {plane.fd} of {len(fd_bytes)}")
         if plane.stride < pool.spec.page_bytes:
-            raise Refused("bad_layout", f"{what}: stride {plane.stride}, expected at least page_bytes ({pool.spec.page_bytes})")
+            raise Refused(
+                "bad_layout", f"{what}: stride {plane.stride}, expected at least page_bytes ({pool.spec.page_bytes})"
+            )
         end = plane.offset + (pool.num_pages - 1) * plane.stride + pool.spec.page_bytes
         if plane.offset < 0 or end > fd_bytes[plane.fd]:
-            raise Refused("bad_layout", f"{what}: bytes {plane.offset} to {end - 1}, its memory has {fd_bytes[plane.fd]}")
+            raise Refused(
+                "bad_layout", f"{what}: bytes {plane.offset} to {end - 1}, its memory has {fd_bytes[plane.fd]}"
+            )
 
     def answer_attach(self, owner: Worker) -> None:
         """Its pools are mapped, or will be by the next engine: let it begin, unless its last life still lingers.
@@ -116,6 +124,7 @@ class Workers:
         frame = event.frame
         if isinstance(frame, worker.Ping):
             return
+        st.handling = (frame.room, frame.epoch)
         try:
             after = self._request(owner, frame)
         except Refused as error:
@@ -154,7 +163,9 @@ class Workers:
         self.sender.finish(room, frame.aux)
         return lambda: self.sender.finished(room)
 
-    def _admit(self, frame: worker.Open | worker.Receive, *, sending: bool) -> Callable[[Room], Callable[[], None]] | None:
+    def _admit(
+        self, frame: worker.Open | worker.Receive, *, sending: bool
+    ) -> Callable[[Room], Callable[[], None]] | None:
         """May a room begin? Raises Refused. An early abort lets it begin, and ends it at once."""
         st = self.state
         if st.draining:
@@ -259,8 +270,16 @@ class Workers:
             when = st.now + 1.0
             for key in list(owner.rooms):
                 room = (st.sends if key[2] else st.recvs).get((key[0], key[1]))
-                if room is not None and room.worker is owner and st.now - max(owner.heard, room.opened) >= st.limits.stall_deadline:
-                    self.ends.end(room, "worker_stalled", f"worker {owner.engine_id!r} (process {owner.pid}) silent for {st.now - owner.heard:.0f} s")
+                if (
+                    room is not None
+                    and room.worker is owner
+                    and st.now - max(owner.heard, room.opened) >= st.limits.stall_deadline
+                ):
+                    self.ends.end(
+                        room,
+                        "worker_stalled",
+                        f"worker {owner.engine_id!r} (process {owner.pid}) silent for {st.now - owner.heard:.0f} s",
+                    )
             detail = f"prefill worker {owner.engine_id!r} (process {owner.pid}) silent for {st.now - owner.heard:.0f} s"
             self._fail_waiting(owner, "worker_stalled", detail, st.now - st.limits.stall_deadline)
         st.timers.set(("worker", id), when)

@@ -12,11 +12,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from sidecars import Sidecar
+
 from pdxfer.bootstrap import keys
 from pdxfer.client import AsyncClient, PdxferError, RoomEnd
 from pdxfer.pools import PoolLayout, SharedPool
-
-from sidecars import Sidecar
 
 PAGES = 512
 PER_ROOM = 24
@@ -65,7 +65,9 @@ class Load:
         self.pools = SharedPool.allocate(LAYOUT, PAGES), SharedPool.allocate(LAYOUT, PAGES)
         self.views = tuple(pool.pages() for pool in self.pools)
         self.free = tuple(list(range(PAGES)) for _ in range(2))
-        self.prefill = await AsyncClient.connect(self.p.socket, engine_id=PREFILL, role="prefill", pools=[self.pools[0]])
+        self.prefill = await AsyncClient.connect(
+            self.p.socket, engine_id=PREFILL, role="prefill", pools=[self.pools[0]]
+        )
         self.decode = await AsyncClient.connect(self.d.socket, engine_id=DECODE, role="decode", pools=[self.pools[1]])
         return self
 
@@ -105,7 +107,9 @@ class Load:
             self.free[1].extend(theirs)
 
     async def _move(self, name: str, seed: int, mine: list[int], theirs: list[int]) -> tuple[RoomEnd, RoomEnd]:
-        data = np.random.default_rng(seed).integers(0, 256, (LAYOUT.planes, PER_ROOM, LAYOUT.spec().page_bytes), np.uint8)
+        data = np.random.default_rng(seed).integers(
+            0, 256, (LAYOUT.planes, PER_ROOM, LAYOUT.spec().page_bytes), np.uint8
+        )
         for plane, rows in zip(self.views[0], data, strict=True):
             plane[mine] = rows
         for plane in self.views[1]:

@@ -182,7 +182,15 @@ def test_any_bytes_of_a_peer_cost_nobody_anything(nodes: Nodes) -> None:
     raw = nodes.raw(a, c.pair)
     good = frame("c", "a")
     future = msgspec.msgpack.encode([2, "c", 1, "a", 0, [], {"new": 1}])
-    bad = [b"", b"\xc1", b"\x00" * 1000, good[:-1], good + b"\0", b"\x91" * 100_000, good.replace(b"Heartbeat", b"Heartbeet")]
+    bad = [
+        b"",
+        b"\xc1",
+        b"\x00" * 1000,
+        good[:-1],
+        good + b"\0",
+        b"\x91" * 100_000,
+        good.replace(b"Heartbeat", b"Heartbeet"),
+    ]
     for junk in bad:
         raw.send(junk)
     raw.send(future)
@@ -231,7 +239,9 @@ def test_connections_that_prove_nothing(nodes: Nodes) -> None:
     opened = [socket.create_connection(("127.0.0.1", a.port)) for _ in range(300)]
     try:
         for n, connection in enumerate(opened[:100]):
-            connection.sendall([b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 50][n % 3])
+            connection.sendall(
+                [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 50][n % 3]
+            )
         plain = nodes.context.socket(zmq.DEALER)
         plain.linger = 0
         plain.connect(a.thread.endpoint)
@@ -239,7 +249,11 @@ def test_connections_that_prove_nothing(nodes: Nodes) -> None:
         slowest = max(b.talks_to(a, revision) for revision in range(10, 30))
         assert slowest < 1.0
         # what ZeroMQ takes for a peer of its first version is closed without a word: a third of the 100
-        wait(lambda: a.refused["stranger"] >= 266, 15, "the others are thrown out and counted within the handshake's time")
+        wait(
+            lambda: a.refused["stranger"] >= 266,
+            15,
+            "the others are thrown out and counted within the handshake's time",
+        )
         assert 666 not in a.heard(b)
         b.talks_to(a, 31)
         assert (a.thread.alive, a.deaths) == (True, [])

@@ -23,7 +23,12 @@ class Node:
     """A sidecar's bootstrap service, and in place of its core a list of what the core was told."""
 
     def __init__(
-        self, directory: Path, name: str, engines: tuple[str, ...], known: list[NodeEntry], authorized: list[str] | None = None
+        self,
+        directory: Path,
+        name: str,
+        engines: tuple[str, ...],
+        known: list[NodeEntry],
+        authorized: list[str] | None = None,
     ) -> None:
         self.name = name
         self.engines = engines
@@ -34,7 +39,9 @@ class Node:
         self.refused: list[tuple[str, str, str]] = []
         config = Config(
             node=NodeSettings(name=name),
-            bootstrap=BootstrapSettings("tcp://127.0.0.1:*", key_file=str(self.path), authorized_keys=tuple(authorized or ())),
+            bootstrap=BootstrapSettings(
+                "tcp://127.0.0.1:*", key_file=str(self.path), authorized_keys=tuple(authorized or ())
+            ),
             registry=RegistrySettings("embedded", tuple(known), server="r", ttl=2.0),
         )
         self.service = BootstrapService(
@@ -120,7 +127,9 @@ def test_nodes_without_each_others_keys_are_introduced(tmp_path: Path, lost: int
 
         def send(envelope: Envelope) -> None:
             nonlocal introductions
-            if any(isinstance(message, Located) and not message.engine_id and message.node for message in envelope.body):
+            if any(
+                isinstance(message, Located) and not message.engine_id and message.node for message in envelope.body
+            ):
                 introductions += 1
                 if introductions <= lost:
                     return

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-
 from load import Load, pair
 from sidecars import Sidecar
 
@@ -50,7 +49,9 @@ async def within(seconds: float, reached: Callable[[], object], what: str) -> fl
 async def everything_ends_and_comes_home(load: Load, struck: float, bound: float) -> None:
     """Rooms that were open when the fault struck end within the bound; then rooms flow again, and all comes home."""
     hit = {key for key, opened in load.open.items() if opened <= struck}
-    await within(bound, lambda: not hit & load.open.keys(), f"{len(hit)} rooms end; ends so far: {load.reasons(struck)}")
+    await within(
+        bound, lambda: not hit & load.open.keys(), f"{len(hit)} rooms end; ends so far: {load.reasons(struck)}"
+    )
     flowing = load.done()
     await within(bound, lambda: load.done() >= flowing + 32, f"rooms flow again; ends: {load.reasons(struck)}")
     await asyncio.wait_for(load.stop(), STALL + SLACK)
@@ -142,7 +143,9 @@ def test_parent_stopped(tmp_path: Path, side: str) -> None:
             await within(2.0, lambda: stopped(sidecar.pid), "it is stopped")
             other = not (side == "p")
             hit = {key for key, opened in load.open.items() if opened <= struck and key[1] == other}
-            await within(STALL + SLACK, lambda: not hit & load.open.keys(), f"the other side's rooms end: {load.reasons(struck)}")
+            await within(
+                STALL + SLACK, lambda: not hit & load.open.keys(), f"the other side's rooms end: {load.reasons(struck)}"
+            )
             await asyncio.sleep(max(0.0, STALL + SLACK + 2.0 - (time.monotonic() - struck)))
             sidecar.signal(signal.SIGCONT)
             await everything_ends_and_comes_home(load, time.monotonic(), STALL + SLACK)
@@ -160,7 +163,9 @@ def test_bootstrap_thread_dies_or_hangs(tmp_path: Path, fault: str) -> None:
             struck = time.monotonic()
             code, answer = await asyncio.to_thread(load.p.ask, "POST", "/debug/bootstrap", {"inject": fault})
             assert code == 200, answer
-            await within(STALL + SLACK, lambda: load.p.status()["services"]["bootstrap"]["restarts"] > began, "it is restarted")
+            await within(
+                STALL + SLACK, lambda: load.p.status()["services"]["bootstrap"]["restarts"] > began, "it is restarted"
+            )
             await everything_ends_and_comes_home(load, time.monotonic(), STALL + SLACK)
             lost = load.reasons(struck)
             if fault == "exception":

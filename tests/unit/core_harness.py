@@ -29,7 +29,9 @@ def table(*pages: int) -> bytes:
 
 def attach(engine_id: str, specs: tuple[PoolSpec, ...] = SPECS, pages: int = PAGES, **change: Any) -> worker.Attach:
     pools = tuple(
-        worker.PoolAt(s, pages, tuple(worker.PlaneAt(0, i * pages * s.page_bytes, s.page_bytes) for i in range(s.planes)))
+        worker.PoolAt(
+            s, pages, tuple(worker.PlaneAt(0, i * pages * s.page_bytes, s.page_bytes) for i in range(s.planes))
+        )
         for s in specs
     )
     fields: dict[str, Any] = {
@@ -112,18 +114,36 @@ class Side:
         id = self.ids[engine_id]
         self.handle(events.WorkerSaid(id, kind(self.req, *args, **kwargs)))
         self.net.settle()
-        return next((f for f in self.frames.get(id, []) if getattr(f, "req", None) == self.req and not isinstance(f, worker.Released)), None)
+        return next(
+            (
+                f
+                for f in self.frames.get(id, [])
+                if getattr(f, "req", None) == self.req and not isinstance(f, worker.Released)
+            ),
+            None,
+        )
 
     def open(self, engine_id: str, room: str = "r", epoch: int = 0) -> Any:
         return self.say(engine_id, worker.Open, room, epoch)
 
-    def push(self, engine_id: str, *tables: bytes, room: str = "r", epoch: int = 0, page0: tuple[int, ...] = (0, 0), plane0: int = 0, planes: int = 0) -> Any:
+    def push(
+        self,
+        engine_id: str,
+        *tables: bytes,
+        room: str = "r",
+        epoch: int = 0,
+        page0: tuple[int, ...] = (0, 0),
+        plane0: int = 0,
+        planes: int = 0,
+    ) -> Any:
         return self.say(engine_id, worker.Push, room, epoch, page0, plane0, planes, tables)
 
     def finish(self, engine_id: str, room: str = "r", epoch: int = 0, aux: bytes = b"aux") -> Any:
         return self.say(engine_id, worker.Finish, room, epoch, aux)
 
-    def receive(self, engine_id: str, source: str, *tables: bytes, room: str = "r", epoch: int = 0, incarnation: int = 0) -> Any:
+    def receive(
+        self, engine_id: str, source: str, *tables: bytes, room: str = "r", epoch: int = 0, incarnation: int = 0
+    ) -> Any:
         return self.say(engine_id, worker.Receive, room, epoch, source, incarnation, tables)
 
     def abort(self, engine_id: str, room: str = "r", epoch: int = 0) -> Any:
@@ -211,7 +231,9 @@ class Net:
         if type(message) in self.delay and not late:
             self.delayed.append((side, item))
         elif type(message) not in self.drop and (side.name, target) not in self.deaf and target in self.sides:
-            frame = messages.encode(messages.Envelope(1, side.name, side.node.state.incarnation, target, to, (message,)))
+            frame = messages.encode(
+                messages.Envelope(1, side.name, side.node.state.incarnation, target, to, (message,))
+            )
             e = messages.decode(frame)
             self.sides[target].handle(events.PeerSaid(e.source, e.incarnation, e.to_incarnation, e.body))
 
@@ -269,7 +291,12 @@ class Net:
 
     def at_baseline(self) -> bool:
         return not any(
-            s.lent() or s.busy_slots() or s.node.state.sends or s.node.state.recvs or s.node.state.homing or s.node.state.jobs
+            s.lent()
+            or s.busy_slots()
+            or s.node.state.sends
+            or s.node.state.recvs
+            or s.node.state.homing
+            or s.node.state.jobs
             for s in self
         )
 

@@ -66,7 +66,9 @@ def test_what_the_registry_says_is_learned_and_replaced() -> None:
     assert d.identify(K[2], "a")
 
 
-@pytest.mark.parametrize("address", ["", "ipc:///x", "inproc://zeromq.zap.01", "tcp://*:1", "tcp://0.0.0.0:1", "tcp://h:0", "tcp://h:70000"])
+@pytest.mark.parametrize(
+    "address", ["", "ipc:///x", "inproc://zeromq.zap.01", "tcp://*:1", "tcp://0.0.0.0:1", "tcp://h:0", "tcp://h:70000"]
+)
 def test_addresses_that_nobody_can_connect_to(address: str) -> None:
     d = Directory("me", K[0])
     assert not reachable(address) and not d.learn("a", address, K[1]) and not d.authorised(K[1])
@@ -114,7 +116,9 @@ def test_stale_frames_are_given_up() -> None:
     assert boxes.dropped == 3 and boxes.waiting() == []
 
 
-@given(st.lists(st.tuples(st.sampled_from(["put", "take", "back", "expire", "clear"]), st.sampled_from("ab")), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "take", "back", "expire", "clear"]), st.sampled_from("ab")), max_size=60)
+)
 def test_every_frame_is_taken_once_or_dropped(steps: list[tuple[str, str]]) -> None:
     boxes = Outboxes(4)
     put = taken = 0
@@ -192,7 +196,9 @@ def test_a_real_name() -> None:
 # settings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("listen", ["tcp://10.0.0.1:7971", "tcp://[::1]:0", "tcp://eth0:*", "tcp://gpu-1.example.org:65535"])
+@pytest.mark.parametrize(
+    "listen", ["tcp://10.0.0.1:7971", "tcp://[::1]:0", "tcp://eth0:*", "tcp://gpu-1.example.org:65535"]
+)
 def test_good_bootstrap_settings(listen: str) -> None:
     BootstrapSettings(listen=listen).check()
 
@@ -223,7 +229,10 @@ def test_bad_bootstrap_settings(change: dict[str, object], says: str) -> None:
         (RegistrySettings(nodes=(NodeEntry("a", HERE, "x"),)), r"registry.nodes\[0\].public_key"),
         (RegistrySettings(nodes=(NodeEntry("a", HERE, K[1]), NodeEntry("a", HERE, K[2]))), "named twice"),
         (RegistrySettings(nodes=(NodeEntry("a", HERE, K[1]), NodeEntry("b", HERE, K[1]))), "named twice"),
-        (RegistrySettings(nodes=(NodeEntry("a", HERE, K[1], ("e",)), NodeEntry("b", HERE, K[2], ("e",)))), "served by node 'a'"),
+        (
+            RegistrySettings(nodes=(NodeEntry("a", HERE, K[1], ("e",)), NodeEntry("b", HERE, K[2], ("e",)))),
+            "served by node 'a'",
+        ),
         (RegistrySettings(kind="embedded"), "registry.server is empty"),
     ],
 )

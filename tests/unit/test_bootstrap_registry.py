@@ -81,7 +81,12 @@ def test_renewing_for_ever_needs_no_more_memory() -> None:
     assert leases.lookup("e", 99.0 + 3600).node == "p"
 
 
-@given(st.lists(st.tuples(st.sampled_from("pdx"), st.integers(1, 3), st.frozensets(st.sampled_from("abc")), st.floats(0, 6)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("pdx"), st.integers(1, 3), st.frozensets(st.sampled_from("abc")), st.floats(0, 6)),
+        max_size=30,
+    )
+)
 def test_the_index_and_the_holders_agree(steps: list[tuple[str, int, frozenset[str], float]]) -> None:
     leases, now = Leases(), 0.0
     for node, incarnation, engines, pause in steps:

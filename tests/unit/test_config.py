@@ -138,7 +138,10 @@ def test_a_remote_admin_must_be_asked_for() -> None:
         ('[{"node": "a"}]', ["registry.nodes[0]", "address"]),
         ('[{"node": 3, "address": "x", "public_key": "y"}]', ["registry.nodes[0].node: expected str, found 3"]),
         ("[{]", ["registry.nodes", "as JSON", "'[{]'"]),
-        ('[{"node": "a", "address": "udp://x", "public_key": "y"}]', ["registry.nodes[0].address", "tcp://10.0.0.1:7971"]),
+        (
+            '[{"node": "a", "address": "udp://x", "public_key": "y"}]',
+            ["registry.nodes[0].address", "tcp://10.0.0.1:7971"],
+        ),
     ],
 )
 def test_what_is_wrong_inside_a_list_is_named_with_its_place(nodes: str, words: list[str]) -> None:

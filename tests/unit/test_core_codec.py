@@ -91,7 +91,9 @@ def test_garbage_is_refused(garbage: bytes) -> None:
 
 @given(st.sampled_from(BODY), st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=4))
 @settings(max_examples=500)
-def test_mutated_envelopes_are_refused_or_obey_the_limits(message: messages.Message, flips: list[tuple[int, int]]) -> None:
+def test_mutated_envelopes_are_refused_or_obey_the_limits(
+    message: messages.Message, flips: list[tuple[int, int]]
+) -> None:
     frame = bytearray(messages.encode(messages.Envelope(1, "p", 5, "d", 6, (message,))))
     for where, bits in flips:
         frame[where % len(frame)] ^= bits
@@ -102,7 +104,10 @@ def test_mutated_envelopes_are_refused_or_obey_the_limits(message: messages.Mess
             messages.check(one)
 
 
-@given(st.sampled_from(WORKER_FRAMES), st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=4))
+@given(
+    st.sampled_from(WORKER_FRAMES),
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=4),
+)
 @settings(max_examples=500)
 def test_mutated_worker_frames_are_refused_or_decode(frame: worker.WorkerFrame, flips: list[tuple[int, int]]) -> None:
     raw = bytearray(worker.encode(frame)[4:])
@@ -131,7 +136,9 @@ def test_frames_that_are_too_large_are_refused() -> None:
     with pytest.raises(Refused, match="frame_too_large"):
         messages.decode(b"\0" * (messages.MAX_FRAME + 1))
     with pytest.raises(Refused, match="bad_frame"):
-        messages.decode(messages.encode(messages.Envelope(1, "p", 5, "d", 6, (messages.Goodbye(),) * (messages.MAX_PER_FRAME + 1))))
+        messages.decode(
+            messages.encode(messages.Envelope(1, "p", 5, "d", 6, (messages.Goodbye(),) * (messages.MAX_PER_FRAME + 1)))
+        )
 
 
 @pytest.mark.parametrize(

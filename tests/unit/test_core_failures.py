@@ -223,7 +223,8 @@ def test_a_write_that_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "mismatch", "reason"), [("digest 1, expected 77", True, "digest_mismatch"), ("SIGBUS", False, "copy_error")]
+    ("error", "mismatch", "reason"),
+    [("digest 1, expected 77", True, "digest_mismatch"), ("SIGBUS", False, "copy_error")],
 )
 def test_a_scatter_that_fails(error: str, mismatch: bool, reason: str) -> None:
     net, p, d = pair()
@@ -538,7 +539,11 @@ def test_silent_peers_without_rooms_are_forgotten() -> None:
 
 def test_every_phase_has_its_deadline() -> None:
     lim = Limits()
-    for reason, seconds in (("open_timeout", lim.open_timeout), ("want_timeout", lim.want_timeout), ("push_timeout", lim.push_timeout)):
+    for reason, seconds in (
+        ("open_timeout", lim.open_timeout),
+        ("want_timeout", lim.want_timeout),
+        ("push_timeout", lim.push_timeout),
+    ):
         net, p, d = pair()
         if reason != "want_timeout":
             p.open("prefill")

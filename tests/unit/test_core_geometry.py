@@ -116,9 +116,18 @@ def test_difference_names_the_field_and_both_values(field: str) -> None:
     assert difference([a], []) == ("*", "pools", ["kv"], [])
 
 
-@pytest.mark.parametrize("change", [{"planes": 0}, {"page_bytes": -1}, {"page_tokens": 2**40}, {"name": ""}, {"name": "x" * 65}])
+@pytest.mark.parametrize(
+    "change", [{"planes": 0}, {"page_bytes": -1}, {"page_tokens": 2**40}, {"name": ""}, {"name": "x" * 65}]
+)
 def test_specs_that_cannot_be_right_are_refused(change: dict[str, object]) -> None:
-    fields: dict[str, object] = {"name": "kv", "dtype": "bf16", "row": "x", "page_tokens": 16, "planes": 3, "page_bytes": 256}
+    fields: dict[str, object] = {
+        "name": "kv",
+        "dtype": "bf16",
+        "row": "x",
+        "page_tokens": 16,
+        "planes": 3,
+        "page_bytes": 256,
+    }
     with pytest.raises(Refused, match="bad_layout"):
         PoolSpec(**fields | change).check()  # type: ignore[arg-type]
 

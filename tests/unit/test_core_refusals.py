@@ -264,7 +264,9 @@ def test_a_second_receiver_of_the_same_room() -> None:
     assert d.end("decode").reason == p.end("prefill").reason == "done"
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "fp8"), ("row", "128+4"), ("page_tokens", 64), ("page_bytes", 132)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "fp8"), ("row", "128+4"), ("page_tokens", 64), ("page_bytes", 132)]
+)
 @pytest.mark.parametrize("local", [False, True])
 def test_layouts_that_disagree_name_the_field_and_both_values(field: str, value: Any, local: bool) -> None:
     fields = {f: getattr(SPECS[1], f) for f in SPECS[1].__struct_fields__}
@@ -395,7 +397,9 @@ def test_an_operator_aborts() -> None:
 # peers -------------------------------------------------------------------------------------------------------------
 
 
-def said(side: Side, *body: messages.Message, node: str = "x", incarnation: int = 1, to: int = 1) -> list[events.Action]:
+def said(
+    side: Side, *body: messages.Message, node: str = "x", incarnation: int = 1, to: int = 1
+) -> list[events.Action]:
     return side.handle(events.PeerSaid(node, incarnation, to, body))
 
 
@@ -403,7 +407,9 @@ def test_messages_before_the_handshake() -> None:
     _, p, _ = pair()
     actions = said(p, messages.Want("r", 0, "prefill", "decode", SPECS, (1, 1)))
     assert p.refusals() == ["no_session"]
-    assert any(isinstance(a, events.ToPeer) and isinstance(a.message, messages.Hello) for a in actions), "it is told who we are"
+    assert any(isinstance(a, events.ToPeer) and isinstance(a.message, messages.Hello) for a in actions), (
+        "it is told who we are"
+    )
     assert not p.node.state.parked
 
 
@@ -488,7 +494,9 @@ def test_a_peer_that_breaks_the_protocol_ends_its_own_room(message: messages.Mes
     assert net.at_baseline()
 
 
-@pytest.mark.parametrize("change", [{"bytes": 1}, {"pieces": ()}, {"pieces": ((0, 0, 9, 0, 1),)}, {"pieces": ((9, 0, 1, 0, 1),)}])
+@pytest.mark.parametrize(
+    "change", [{"bytes": 1}, {"pieces": ()}, {"pieces": ((0, 0, 9, 0, 1),)}, {"pieces": ((9, 0, 1, 0, 1),)}]
+)
 def test_a_segment_that_does_not_fit_its_room(change: dict[str, Any]) -> None:
     from pdxfer.core.geometry import Piece
 

@@ -193,3 +193,31 @@ def test_a_sink_that_raises_does_not_lose_the_actions_after_it() -> None:
         assert parts.of("forget_peer") == [("d",)]
 
     drive(test)
+
+
+def test_a_room_that_the_core_raises_on_ends_and_no_other() -> None:
+    async def test(make: Any, parts: Parts, given_up: list[str]) -> None:
+        node = Node("p", 5, "tcp://x", "0")
+        driver = make(node)
+        driver.deliver(events.WorkerAttached(1, ATTACH))
+        for req, room in ((2, "good"), (3, "bad")):
+            driver.deliver(events.WorkerSaid(1, worker.Open(req, room, 0)))
+        finish = node.sender.finish
+
+        def broken(room: Any, aux: bytes) -> None:
+            if room.room == "bad":
+                raise AssertionError("books do not balance")
+            finish(room, aux)
+
+        node.sender.finish = broken  # type: ignore[method-assign]
+        driver.deliver(events.WorkerSaid(1, worker.Finish(4, "bad", 0, b"")))
+        driver.deliver(events.WorkerSaid(1, worker.Finish(5, "good", 0, b"")))
+        frames = [frame for _, frame in parts.of("to_worker")]
+        ends = [f for f in frames if isinstance(f, worker.RoomEnded)]
+        assert [(e.room, e.reason) for e in ends] == [("bad", "internal_error")]
+        assert "books do not balance" in ends[0].detail
+        assert worker.Ok(5) in frames
+        assert given_up == []
+        node.audit()
+
+    drive(test)

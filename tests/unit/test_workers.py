@@ -147,7 +147,7 @@ def run(tmp_path: Path, test: Callable[[WorkerService, Core], Any], **options: A
 
 
 async def until(true: Callable[[], object]) -> None:
-    while not true():  # noqa: ASYNC110 - what it waits for are plain values
+    while not true():
         await asyncio.sleep(0.002)
 
 
