@@ -141,7 +141,7 @@ def test_parent_stopped(tmp_path: Path, side: str) -> None:
             sidecar.signal(signal.SIGSTOP)
             struck = time.monotonic()
             await within(2.0, lambda: stopped(sidecar.pid), "it is stopped")
-            other = not (side == "p")
+            other = side != "p"
             hit = {key for key, opened in load.open.items() if opened <= struck and key[1] == other}
             await within(
                 STALL + SLACK, lambda: not hit & load.open.keys(), f"the other side's rooms end: {load.reasons(struck)}"
