@@ -310,6 +310,7 @@ class Sender:
                 kept.append((room, plan))
                 continue
             self._send(room, plan, info)
+            self.arm(room)
         st.send_queue.extendleft(reversed(kept))
 
     def _send(self, room: SendRoom, plan: Plan, info: messages.EngineInfo) -> None:
