@@ -215,8 +215,9 @@ class Generation:
                 self.refuse(self._owner.directory.name_of(key), refused.code, refused.detail)
                 continue
             batch.append(PeerSaid(envelope.source, envelope.incarnation, envelope.to_incarnation, envelope.body))
-            flow.hand(key, length)
-            loads[key] = loads.get(key, Load()).plus(Load(1, length))
+            load = Load(len(envelope.body), length)
+            flow.hand(key, load)
+            loads[key] = loads.get(key, Load()).plus(load)
         return loads
 
     def _understand(self, frame: bytes, key: str) -> Envelope:

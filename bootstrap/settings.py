@@ -78,7 +78,7 @@ class BootstrapSettings(_Table, frozen=True):
     authorized_keys: tuple[
         str, ...
     ] = ()  # beside those of the registry; a node's name is pinned to its key at first use
-    inbox: int = 8192  # frames that wait for the main loop; more are dropped, and their senders repeat them
+    inbox: int = 8192  # messages that wait for the main loop; more are dropped, and their senders repeat them
     outbox: int = 1024  # frames that wait for one peer; the oldest are dropped
     handshake_seconds: float = 5.0  # for a connection to prove its key
 

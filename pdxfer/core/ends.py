@@ -166,10 +166,14 @@ class Ends:
     def tell(self, node: str, key: RoomKey, reason: str, detail: str) -> None:
         """Send Ended until it is acknowledged."""
         st = self.state
-        message = Ended(key[0], key[1], key[2], reason, f"{st.name}: {detail}"[:500] if detail else st.name)
+        message = self.ended(key, reason, detail)
         self.closing[(node, key)] = (message, st.limits.retry_first, st.now + 4 * st.limits.stall_deadline)
         st.to_peer(node, message)
         st.timers.set(("closing", node, key), st.now + st.limits.retry_first)
+
+    def ended(self, key: RoomKey, reason: str, detail: str) -> Ended:
+        name = self.state.name
+        return Ended(*key, reason, f"{name}: {detail}"[:500] if detail else name)
 
     def repeat(self, node: str, key: RoomKey) -> None:
         st = self.state

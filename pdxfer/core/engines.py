@@ -6,6 +6,8 @@ daemon does, when it is asked by KillEngine.
 
 from __future__ import annotations
 
+from typing import Final
+
 from . import events, jobs
 from .ends import Ends
 from .events import DropWorker
@@ -17,6 +19,8 @@ from .sender import Sender
 from .state import Peer, RecvRoom, Room, SendRoom, State
 from .worker import Rejected
 from .workers import Workers
+
+MAX_FATAL: Final = 1000  # agents that are remembered for having killed an engine
 
 
 class Engines:
@@ -106,6 +110,13 @@ class Engines:
         st = self.state
         if not st.engine.up:
             return
+        for agent, state in st.engine.agents.items():
+            if (
+                state == "adding"
+            ):  # NIXL crashes on some metadata: whoever's was being added twice is taken for the cause
+                st.fatal_agents[agent] = st.fatal_agents.get(agent, 0) + 1
+        while len(st.fatal_agents) > MAX_FATAL:
+            del st.fatal_agents[next(iter(st.fatal_agents))]
         st.engine.info = None
         st.engine.pid = 0
         st.engine.since = st.now

@@ -20,6 +20,7 @@ from .reasons import Refused
 Pages = npt.NDArray[np.uint32]
 
 MAX_PIECES = 64  # per segment: bounds the notification that names them
+MAX_CELLS = 1 << 24  # planes × pages of a room: what is remembered of each is a byte
 
 
 class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,17 +111,30 @@ def cut(specs: Sequence[PoolSpec], wanted: Sequence[Piece], slot_bytes: int) -> 
         yield tuple(out), slot_bytes - room
 
 
+def _check_cells(specs: Sequence[PoolSpec], pages: Sequence[int]) -> None:
+    cells = sum(s.planes * n for s, n in zip(specs, pages, strict=True))
+    if cells > MAX_CELLS:
+        raise Refused("room_too_large", f"{cells} planes × pages, expected at most {MAX_CELLS}")
+
+
 class Coverage:
     """Which (plane, logical page) cells of a room have been taken, each at most once."""
 
-    __slots__ = ("cells", "left")
+    __slots__ = ("cells", "left", "specs")
 
     def __init__(self, specs: Sequence[PoolSpec], pages: Sequence[int]) -> None:
+        """Raises Refused('room_too_large')."""
+        _check_cells(specs, pages)
+        self.specs = specs
         self.cells = [np.zeros((s.planes, n), dtype=np.bool_) for s, n in zip(specs, pages, strict=True)]
         self.left = sum(c.size for c in self.cells)
 
     def grow(self, pages: Sequence[int]) -> None:
-        """Make room for logical pages 0 … ``pages[i]``-1 of pool i."""
+        """Make room for logical pages 0 … ``pages[i]``-1 of pool i.
+
+        Raises Refused('room_too_large'), having changed nothing.
+        """
+        _check_cells(self.specs, [max(n, cells.shape[1]) for n, cells in zip(pages, self.cells, strict=True)])
         for i, n in enumerate(pages):
             planes, had = self.cells[i].shape
             if n > had:

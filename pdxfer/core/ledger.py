@@ -42,8 +42,8 @@ class PageLedger:
 
     def detach(self, worker: int) -> None:
         """The worker's pages leave the books. They must all be HOME."""
-        for pool in self._pools.pop(worker):
-            assert not pool.state.any(), f"worker {worker} detached with pages lent"
+        assert not self.lent(worker), f"worker {worker} detached with pages lent"
+        del self._pools[worker]
 
     def check(self, worker: int, tables: Sequence[Pages], names: Sequence[str], *, write: bool) -> None:
         """Raise Refused unless all these pages can be lent: pages_out_of_range, pages_repeated or pages_not_owned."""

@@ -20,6 +20,11 @@ MAX_FRAME: Final = 4 << 20  # bytes of one envelope
 MAX_NAME: Final = 128  # characters of a room id, an engine id, a node's name
 MAX_AUX: Final = 64 << 10  # bytes that travel with a room beside its pages
 MAX_PER_FRAME: Final = 256  # messages in one envelope
+MAX_DETAIL: Final = 1000  # characters of an explanation
+MAX_POOL_TEXT: Final = 16 << 10  # characters of all pools' names and types in a Want
+MAX_METADATA: Final = 1 << 20  # bytes of NIXL's metadata
+MAX_SLOTS: Final = 1 << 16
+MAX_SLOT: Final = 1 << 30  # bytes
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -314,6 +319,15 @@ def check(message: Message) -> None:
             raise Refused("bad_frame", f"Want: {len(message.specs)} pools, {len(message.pages)} page counts")
         if any(not 0 <= n < 2**31 for n in message.pages):
             raise Refused("bad_frame", "Want: page count out of range")
+        if sum(len(s.name) + len(s.dtype) + len(s.row) for s in message.specs) > MAX_POOL_TEXT:
+            raise Refused("bad_frame", "Want: the pools' names and types are too long")
+    elif isinstance(message, Ended):
+        if len(message.detail) > MAX_DETAIL or len(message.reason) > MAX_NAME:
+            raise Refused(
+                "bad_frame", f"Ended: {len(message.detail)} characters of detail, expected at most {MAX_DETAIL}"
+            )
+    elif isinstance(message, Hello):
+        _check_hello(message)
     elif isinstance(message, Finish):
         if len(message.aux) > MAX_AUX or not 0 <= message.segments < 2**31:
             raise Refused("bad_frame", f"Finish: {message.segments} segments, {len(message.aux)} bytes of aux")
@@ -326,3 +340,18 @@ def check(message: Message) -> None:
     elif isinstance(message, Announce):
         if not 0 < message.ttl <= 3600 or len(message.engines) > 1024 or not all(map(good_name, message.engines)):
             raise Refused("bad_frame", "Announce: bad lease or engine id")
+
+
+def _check_hello(hello: Hello) -> None:
+    """An engine's numbers go into addresses: they must make sense together."""
+    if len(hello.address) > MAX_DETAIL or len(hello.release) > MAX_NAME or not 0 < hello.revision < 2**63:
+        raise Refused("bad_frame", "Hello: address or release too long, or a bad revision")
+    engine = hello.engine
+    if engine is None:
+        return
+    if not 0 < engine.slots <= MAX_SLOTS or not 0 < engine.slot_bytes <= MAX_SLOT or not 0 < engine.incarnation < 2**63:
+        raise Refused("bad_frame", f"Hello: {engine.slots} slots of {engine.slot_bytes} bytes")
+    if not 0 < engine.slot_base < 2**63 or engine.slot_base + engine.slots * engine.slot_bytes >= 2**63:
+        raise Refused("bad_frame", f"Hello: slots at {engine.slot_base:#x} are outside of any memory")
+    if len(engine.metadata) > MAX_METADATA or len(engine.digest) > 64 or len(engine.agent) > 3 * MAX_NAME:
+        raise Refused("bad_frame", f"Hello: {len(engine.metadata)} bytes of metadata, expected at most {MAX_METADATA}")

@@ -120,6 +120,10 @@ class Peers:
             return peer
         old = peer.engine
         fresh = peer.incarnation != incarnation
+        same = not fresh and old is not None and engine is not None and old.incarnation == engine.incarnation
+        if same and old != engine:
+            st.refuse("peer", node, "bad_frame", f"Hello that changes engine {old.agent!r} under one incarnation")  # type: ignore[union-attr]
+            return None
         peer.incarnation = incarnation
         peer.hello = message
         if peer.state != Peer.UP:

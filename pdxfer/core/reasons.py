@@ -277,6 +277,7 @@ _REFUSALS = (
         "a page table is needed for each pool of the worker, and for no other",
         "pass one list for all pools, or one per pool",
     ),
+    Refusal("room_too_large", "a room of so many planes × pages is beyond the limit", "send it as several rooms"),
     Refusal("planes_out_of_range", "the layer range is not in the pool", "check first_layer and layers"),
     Refusal("planes_repeated", "these pages of these layers were pushed before", "push every page of every layer once"),
     Refusal(

@@ -45,11 +45,12 @@ class Receiver:
             raise Refused("pools_unequal", f"{len(frame.pages)} page tables, expected {len(owner.specs)}")
         tables = [page_array(raw) for raw in frame.pages]
         st.pages.check(owner.id, tables, owner.names, write=True)
+        coverage = Coverage(owner.specs, [len(t) for t in tables])
         room = RecvRoom(frame.room, frame.epoch, st.serial(), owner, st.now)
         st.pages.lend(owner.id, tables, room.serial, write=True)
         room.source, room.source_incarnation = frame.source, frame.source_incarnation
         room.raw, room.tables = frame.pages, tables
-        room.coverage = Coverage(owner.specs, [len(t) for t in tables])
+        room.coverage = coverage
         st.recvs[key] = room
         owner.rooms[room.key] = None
         self.arm(room)
@@ -304,11 +305,11 @@ class Receiver:
         tomb = st.tombstones.get((room, epoch, False))
         if tomb is not None and tomb.reason == "done":
             st.to_peer(peer.node, messages.Done(room, epoch))
-        elif (peer.node, (room, epoch, False)) not in self.ends.closing:
+        else:  # said once: what is answered here is repeated until it is answered
             reason, detail = (
                 (tomb.reason, tomb.detail) if tomb is not None else ("protocol_error", "no such receive here")
             )
-            self.ends.tell(peer.node, (room, epoch, False), reason, detail)
+            st.to_peer(peer.node, self.ends.ended((room, epoch, False), reason, detail))
 
     # waiting -------------------------------------------------------------------------------------------------------
 

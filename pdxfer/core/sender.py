@@ -215,7 +215,8 @@ class Sender:
         self.ends.end_parked(key, "want_timeout", f"not opened within {st.limits.want_timeout:g} s")
 
     def _refuse_want(self, peer: Peer, want: messages.Want, reason: str, detail: str) -> None:
-        self.ends.tell(peer.node, (want.room, want.epoch, True), reason, detail)
+        st = self.state  # said once: a want is repeated until it is answered
+        st.to_peer(peer.node, self.ends.ended((want.room, want.epoch, True), reason, detail))
 
     # moving --------------------------------------------------------------------------------------------------------
 
@@ -258,6 +259,9 @@ class Sender:
         st = self.state
         if agent not in st.engine.agents:
             assert peer.engine is not None
+            if st.fatal_agents.get(agent, 0) >= 2:
+                st.engine.agents[agent] = f"its metadata is taken for what killed {st.fatal_agents[agent]} engines here"
+                return
             st.engine.agents[agent] = "adding"
             st.to_engine(AddPeer(peer.engine))
 
@@ -304,6 +308,12 @@ class Sender:
             if agent not in ("ready", "adding"):
                 self.ends.end(room, "metadata_refused", f"node {room.peer!r}: {agent}")
                 continue
+            assert st.engine.info is not None
+            slot_bytes = min(info.slot_bytes, st.engine.info.slot_bytes)
+            if plan.bytes > slot_bytes:  # it was cut for an engine that is gone
+                detail = f"segment {plan.index} has {plan.bytes} bytes, the slots of the new engine {slot_bytes}"
+                self.ends.end(room, "engine_lost", detail)
+                continue
             if agent == "adding" or (
                 held and (slots.free <= len(slots.all) // 4 or held >= max(1, len(slots.all) // 2))
             ):
@@ -315,9 +325,6 @@ class Sender:
 
     def _send(self, room: SendRoom, plan: Plan, info: messages.EngineInfo) -> None:
         st = self.state
-        assert plan.bytes <= info.slot_bytes, (
-            f"segment {plan.index} of room {room} would not fit the slots of {info.agent}"
-        )
         slot = st.engine.send.take(
             SlotState.SENDING, room.room, room.epoch, plan.index, room.peer, info.incarnation, st.now
         )

@@ -262,6 +262,7 @@ class State:
         self.send_queue: deque[tuple[SendRoom, Plan]] = deque()
         self.grant_queue: deque[RecvRoom] = deque()
         self.engine_counters: dict[str, float] = {}
+        self.fatal_agents: dict[str, int] = {}  # how often our engine died while it was adding this one
         self.next_job = 0
         self.next_serial = 0
         self.draining = False

@@ -18,7 +18,7 @@ from .receiver import Receiver
 from .sender import Sender
 from .state import RecvRoom, Room, State, Worker
 
-MAX_PAGES: Final = 1 << 24  # of one pool: the ledger keeps 13 bytes for each
+MAX_PAGES: Final = 1 << 24  # of a worker: the ledger keeps 13 bytes for each
 
 
 class Workers:
@@ -61,6 +61,14 @@ class Workers:
                     )
                 for i, plane in enumerate(pool.planes):
                     self._check_plane(pool, i, plane, frame.fd_bytes)
+                used = pool.spec.planes * pool.num_pages * pool.spec.page_bytes
+                if used > sum(frame.fd_bytes):
+                    raise Refused(
+                        "bad_layout",
+                        f"pool {pool.spec.name!r}: its pages have {used} bytes, the memory {sum(frame.fd_bytes)}: planes overlap",
+                    )
+            if sum(pool.num_pages for pool in frame.pools) > MAX_PAGES:
+                raise Refused("bad_layout", f"more than {MAX_PAGES} pages in all pools")
         except Refused as error:
             st.emit(ToWorker(event.id, worker.Rejected(frame.req, error.code, error.detail)))
             st.emit(DropWorker(event.id))
