@@ -1,11 +1,10 @@
 """One run: a world, its workload, its faults; then calm, and everything must end and come home.
 
-Owns: the verdict. ``python -m pdxfer.chaos.sim`` prints it. Must not: know a fault's or a worker's details.
+Owns: the verdict; ``pdxfer chaos sim`` prints it. Must not: know a fault's or a worker's details.
 """
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,15 +14,23 @@ from dataclasses import dataclass, field
 from pdxfer.core.ledger import SlotState
 
 from . import faults, workload
-from .faults import Fault
+from .faults import MANY, Fault
 from .network import Network
 from .sidecar import Sidecar
 from .worker import VirtualWorker
 from .world import LIMITS, Violation, World
 
+__all__ = ["MANY", "Result", "drawn", "run", "shrink"]
+
 SPAN = 1.5  # seconds over which rooms begin and faults strike
+SERVE = 4.0  # seconds in which a room that begins after calm must be done
 BOUND = LIMITS.room_timeout + 2 * LIMITS.quarantine_limit + 2 * LIMITS.transfer_deadline + LIMITS.stall_deadline
-NEVER = {"digest_mismatch", "protocol_error", "internal_error", "layout_mismatch", "page_count_mismatch", "peer_refused", "room_timeout"}
+NEVER = {"digest_mismatch", "protocol_error", "internal_error", "layout_mismatch", "page_count_mismatch", "room_timeout"}
+
+
+def drawn(seed: int, nodes: int = 0) -> list[Fault]:
+    """The faults of a seed; their places in this list are their numbers."""
+    return faults.draw(seed, SPAN + 0.5, nodes)
 
 
 @dataclass
@@ -32,10 +39,11 @@ class Result:
     violation: str = ""
     faults: list[Fault] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
+    struck: Counter[str] = field(default_factory=Counter)  # faults that took effect
     steps: int = 0
     seconds: float = 0.0  # virtual
     home_after: float = 0.0  # virtual seconds from calm to baseline
-    timeline: list[tuple[float, str, str]] = field(default_factory=list)
+    timeline: list[tuple[float, str, object]] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -45,45 +53,49 @@ class Result:
 def run(
     seed: int,
     *,
+    nodes: int = 0,
     only: Sequence[int] | None = None,
     trace: bool = False,
     audit_every: int = 1,
     mutant: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Result:
-    """Run one seed. ``only``: the indices of the faults to keep. ``mutant``: a seeded bug, in force during the run."""
+    """Run one seed. ``nodes``: as many, and not one to three by chance. ``only``: the indices of the faults to keep. ``mutant``: a seeded bug, in force during the run."""
     rng = random.Random(f"{seed} world")
-    drawn = faults.draw(seed, SPAN + 0.5)
-    kept = [f for i, f in enumerate(drawn) if only is None or i in only]
+    chosen = None if only is None else set(only)
+    kept = [f for i, f in enumerate(drawn(seed, nodes)) if chosen is None or i in chosen]
     result = Result(seed, faults=kept)
     world = World(seed, trace=trace)
     with mutant():
         try:
-            _run(world, rng, kept, audit_every, result)
+            _run(world, rng, kept, nodes, audit_every, result)
         except Violation as violation:
             result.violation = f"at {world.now:.4f} s: {violation}"
-    result.ends = Counter(world.ends.values())
+    result.ends, result.struck = Counter(world.ends.values()), world.struck
     result.steps, result.seconds, result.timeline = world.steps, world.now, world.timeline
     return result
 
 
-def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, result: Result) -> None:
+def _run(world: World, rng: random.Random, kept: list[Fault], nodes: int, audit_every: int, result: Result) -> None:
     world.network = Network(world)
-    mild = faults.mild({f.kind for f in kept})
+    mild = faults.mild(kept)
     clean = mild and rng.random() < 0.5
     world.respawn = rng.choice((0.005, 0.02, 0.1))
     span = rng.choice((0.3, SPAN))
     world.pace = rng.choice((1.0, 1.0, 5.0, 20.0)) if not mild else 1.0
     world.abort_bound = 0.1 if mild else 4 * LIMITS.transfer_deadline + LIMITS.stall_deadline
-    names = ("p", "d", "e")[: rng.choice((1, 2, 2, 2, 2, 3))]
+    names = ["p", "d", "e"][: rng.choice((1, 2, 2, 2, 2, 3))]
+    if nodes:
+        names = [f"n{i:0{len(str(nodes - 1))}}" for i in range(nodes)]
     for name in names:
         side = Sidecar(world, name, send_slots=rng.choice((2, 3, 5)), recv_slots=rng.choice((2, 4, 6)))
         side.audit_every = audit_every
         world.sidecars[name] = side
     for name in names:
         for i in range(rng.choice((1, 1, 2))):
-            pages = 400 if mild else 24  # where every room must be done, none may starve for pages
+            pages = 400 if mild else 120 if any(f.kind == "eighty" for f in kept) else 24  # mild: no room may starve for pages
             VirtualWorker(world, world.sidecars[name], f"{name}-{i}", (pages, pages))
-    workload.draw(world, rng.choice((3, 6, 12, 24)), span, clean=clean)
+    rooms = rng.choice((3, 6, 12, 24))
+    workload.draw(world, max(rooms, 2 * nodes), span, clean=clean)
     for fault in kept:
         world.at(fault.at, lambda fault=fault: faults.strike(world, fault))  # type: ignore[misc]
     world.run(SPAN + 0.5)
@@ -95,7 +107,7 @@ def _run(world: World, rng: random.Random, kept: list[Fault], audit_every: int, 
     result.home_after = world.now - start
     if left:
         raise Violation(f"{BOUND:g} s after the faults stopped: {left}")
-    world.run(world.now + 1.0)
+    serves(world)
     if left := unsettled(world):
         raise Violation(f"it had come home, and then: {left}")
     judge(world, kept)
@@ -112,6 +124,21 @@ def _calm(world: World) -> None:
             side.engine.slow, side.engine.error, side.engine.late_write = 1.0, 0.0, 0.0
     for one in world.workers:
         one.silent = False
+
+
+def serves(world: World) -> None:
+    """When everything is home, new rooms must be done: nothing that was broken may stay broken."""
+    probes = [(*key, sending) for key in workload.probe(world) for sending in (True, False)]
+    end = world.now + SERVE
+    world.run(world.now + 0.5)
+    while world.now < end and not all(key in world.ends for key in probes):
+        world.run(world.now + 0.1)
+    for key in probes:
+        if world.refused and world.ends.get(key) == "metadata_refused":
+            continue
+        if world.ends.get(key) != "done":
+            raise Violation(f"after calm, room {key} did not end done within {SERVE:g} s but {world.ends.get(key, 'not at all')}")
+    world.run(world.now + 0.5)
 
 
 def unsettled(world: World) -> str:
@@ -144,35 +171,45 @@ def unsettled(world: World) -> str:
 
 def judge(world: World, kept: list[Fault]) -> None:
     """After the run: ends that nothing explains."""
-    kinds = {f.kind for f in kept}
+    kinds, mild = {f.kind for f in kept}, faults.mild(kept)
     for key, reason in world.ends.items():
         if reason in NEVER:
             raise Violation(f"room {key} ended {reason}, which no fault of this world can cause")
         if reason == "copy_error" and "job_errors" not in kinds:
             raise Violation(f"room {key} ended {reason} without an error of the engine")
         lost_hellos = reason == "peer_unreachable" and "lossy" in kinds  # every Hello of the connect deadline, by chance
-        if faults.mild(kinds) and reason != "done" and key[:2] in world.clean and not lost_hellos:
+        if mild and reason != "done" and key[:2] in world.clean and not lost_hellos:
             raise Violation(f"room {key} ended {reason}, and nothing worse than {sorted(kinds)} had happened to it")
     for room, epoch, sending in world.ends:
         if sending and (room, epoch, False) in world.ends:
             ends = world.ends[(room, epoch, True)], world.ends[(room, epoch, False)]
             apart = abs(world.end_times[(room, epoch, True)] - world.end_times[(room, epoch, False)])
-            if faults.mild(kinds) and apart > 3.0 and "open_timeout" not in ends:
+            if mild and apart > 3.0 and "open_timeout" not in ends:
                 raise Violation(f"room {room}/{epoch}: its sides ended {ends} {apart:.2f} s apart, with nothing worse than {sorted(kinds)}")
             if ends[0] == "done" and ends[1] not in ("done", "sidecar_lost", "died"):
                 raise Violation(f"room {room}/{epoch}: the send is done, the receive {ends[1]}")
 
 
-def shrink(seed: int, **how: object) -> list[int]:
-    """The faults of a failing seed that it takes: a minimal list of their indices."""
-    keep = list(range(len(faults.draw(seed, SPAN + 0.5))))
-    for index in list(keep):
-        fewer = [i for i in keep if i != index]
-        if not run(seed, only=fewer, **how).ok:  # type: ignore[arg-type]
-            keep = fewer
+def shrink(
+    seed: int, *, nodes: int = 0, mutant: Callable[[], AbstractContextManager[object]] = nullcontext, tries: int = 60
+) -> list[int]:
+    """The faults of a failing seed that it takes: a list of their numbers from which none can be left out.
+
+    Halves are left out first, then quarters, and so on to single faults; ``tries`` bounds the runs that it may cost.
+    """
+    keep = list(range(len(drawn(seed, nodes))))
+    size = len(keep)
+    while size:
+        found = False
+        for first in range(0, len(keep), size):
+            fewer = keep[:first] + keep[first + size :]
+            if not tries:
+                return keep
+            tries -= 1
+            if not run(seed, nodes=nodes, only=fewer, mutant=mutant).ok:
+                keep, found = fewer, True
+                break
+        if not found:
+            size //= 2
+        size = min(size, len(keep))
     return keep
-
-
-def collect() -> None:
-    """Between many runs: worlds are full of cycles."""
-    gc.collect()

@@ -101,13 +101,6 @@ _ENDS = (
         "check address, firewall and keys of the peer (pdxfer doctor)",
     ),
     End(
-        "peer_refused",
-        "FAILED",
-        False,
-        "the peer refused the session: protocol or NIXL versions do not fit",
-        "run the same pdxfer and nixl release on both nodes",
-    ),
-    End(
         "engine_lost",
         "FAILED",
         True,

@@ -15,6 +15,7 @@ from .events import KillEngine, Resolve
 from .geometry import Coverage, page_array, piece_bytes
 from .jobs import Scatter, rows_of
 from .ledger import Slot, SlotState
+from .patience import Deadline, Patience, receive_deadline
 from .reasons import Refused
 from .state import JobRecord, Peer, RecvRoom, State, Worker
 from .worker import Matched
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .local import Local
 
 
-class Receiver:
+class Receiver(Patience[RecvRoom]):
     def __init__(self, state: State, ends: Ends, local: Local) -> None:
         self.state = state
         self.ends = ends
@@ -313,40 +314,9 @@ class Receiver:
 
     # waiting -------------------------------------------------------------------------------------------------------
 
-    def deadline(self, room: RecvRoom) -> tuple[float, str, str]:
-        """(when, reason, detail) of the phase that the room is in.
-
-        While it receives, the sender's deadlines are the narrow ones: its node says how they end, or is lost.
-        """
-        st, lim = self.state, self.state.limits
-        latest = (room.opened + lim.room_timeout, "room_timeout", f"{lim.room_timeout:g} s in all")
-        if room.state == RecvRoom.RESOLVING:
-            phase = (room.opened + lim.resolve_timeout, "registry_unavailable", f"no answer about {room.source!r}")
-        elif room.state == RecvRoom.WANTING:
-            phase = (room.opened + lim.want_timeout, "want_timeout", f"prefill worker {room.source!r} did not open it")
-        elif not st.engine.up:
-            since = max(room.progress, st.engine.since)
-            phase = (since + lim.engine_timeout, "engine_unavailable", "this node's engine is not ready")
-        else:
-            return latest
-        return min(latest, phase)
-
-    def arm(self, room: RecvRoom) -> None:
-        """Set the room's timer, unless it rings earlier anyway (it then looks again)."""
-        if not room.live:
-            return
-        when = self.deadline(room)[0]
-        if when < room.timer_at:
-            room.timer_at = when
-            self.state.timers.set(("room", room.key, room.serial), when)
-
-    def timeout(self, room: RecvRoom) -> None:
-        when, reason, detail = self.deadline(room)
-        room.timer_at = float("inf")
-        if when <= self.state.now:
-            self.ends.end(room, reason, detail)
-        else:
-            self.arm(room)
+    def deadline(self, room: RecvRoom) -> Deadline:
+        """(when, reason, detail) of the phase that the room is in."""
+        return receive_deadline(self.state, room)
 
     # quarantine ----------------------------------------------------------------------------------------------------
 

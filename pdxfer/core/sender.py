@@ -15,6 +15,7 @@ from .ends import Ends
 from .geometry import Pages, Piece, PoolSpec, cut, difference, page_array
 from .jobs import AddPeer, Rows, Send
 from .ledger import SlotState
+from .patience import Deadline, Patience, send_deadline
 from .reasons import Refused
 from .state import JobRecord, Parked, Peer, Plan, Push, SendRoom, State, Worker
 from .worker import Matched
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .local import Local
 
 
-class Sender:
+class Sender(Patience[SendRoom]):
     def __init__(self, state: State, ends: Ends, local: Local) -> None:
         self.state = state
         self.ends = ends
@@ -467,61 +468,9 @@ class Sender:
             room.room, room.epoch, plan.index, plan.slot, plan.generation, engine, plan.bytes, plan.digest, plan.pieces
         )
 
-    def deadline(self, room: SendRoom) -> tuple[float, str, str]:
+    def deadline(self, room: SendRoom) -> Deadline:
         """(when, reason, detail) of the phase that the room is in."""
-        st, lim = self.state, self.state.limits
-        latest = (room.opened + lim.room_timeout, "room_timeout", f"{lim.room_timeout:g} s in all")
-        if not room.peer and room.local is None:
-            phase = (room.opened + lim.open_timeout, "open_timeout", f"no want within {lim.open_timeout:g} s")
-        elif room.jobs:
-            phase = (room.progress + lim.transfer_deadline * 2, "transfer_deadline", f"{len(room.jobs)} jobs under way")
-        elif not st.engine.up or (room.peer and st.peers[room.peer].engine is None):
-            which = "this node's" if not st.engine.up else f"node {room.peer!r}'s"
-            since = st.engine.since if not st.engine.up else st.peers[room.peer].engine_since
-            phase = (
-                max(room.progress, since) + lim.engine_timeout,
-                "engine_unavailable",
-                f"{which} engine is not ready",
-            )
-        elif room.local is None and len(room.plans) > room.granted:
-            phase = (
-                room.progress + lim.credit_timeout,
-                "credit_timeout",
-                f"{room.granted} of {len(room.plans)} segments granted",
-            )
-        elif room.finished is not None:
-            phase = (
-                room.progress + lim.ack_timeout,
-                "ack_timeout",
-                f"{room.acked} of {len(room.plans)} segments acknowledged",
-            )
-        elif any(p.sent and not p.acked for p in room.plans[room.acked : room.high]):
-            phase = (
-                room.progress + lim.ack_timeout,
-                "ack_timeout",
-                f"{room.acked} of {len(room.plans)} segments acknowledged",
-            )
-        else:
-            phase = (room.progress + lim.push_timeout, "push_timeout", f"nothing pushed for {lim.push_timeout:g} s")
-        return min(latest, phase)
-
-    def arm(self, room: SendRoom) -> None:
-        """Set the room's timer, unless it rings earlier anyway (it then looks again)."""
-        if not room.live:
-            return
-        when = self.deadline(room)[0]
-        if when < room.timer_at:
-            room.timer_at = when
-            self.state.timers.set(("room", room.key, room.serial), when)
-
-    def timeout(self, room: SendRoom) -> None:
-        """The room's timer rang: its phase is over its deadline, or had progress meanwhile."""
-        when, reason, detail = self.deadline(room)
-        room.timer_at = float("inf")
-        if when <= self.state.now:
-            self.ends.end(room, reason, detail)
-        else:
-            self.arm(room)
+        return send_deadline(self.state, room)
 
     def query(self, peer: Peer, query: messages.SlotQuery) -> None:
         """Which of these grants will never be written under again?"""
