@@ -28,6 +28,7 @@ def audit(st: State) -> None:
         assert ("job", id) in st.timers, f"job {id} ({record.kind}) waits without a deadline"
     for key in st.parked:
         assert ("parked", key) in st.timers, f"want {key} is parked without a deadline"
+    assert sum(st.parked_by.values()) == len(st.parked), "parked wants that no peer has"
     for node in st.peers:
         assert ("silent", node) in st.timers, f"peer {node} has no deadline"
     _slots(st)

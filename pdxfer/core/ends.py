@@ -146,8 +146,8 @@ class Ends:
 
     def end_parked(self, key: tuple[str, int], reason: str, detail: str) -> None:
         """A want that waits for its room will not get it."""
-        parked = self.state.parked.pop(key)
-        self.state.timers.clear(("parked", key))
+        parked = self.state.unpark(key)
+        assert parked is not None
         self.tell(parked.peer, (*key, True), reason, detail)
         self.doom(*key, reason, detail)
 
@@ -208,8 +208,7 @@ class Ends:
         if not message.by_sender:
             parked = st.parked.get(key)
             if parked is not None and parked.peer == peer.node:
-                del st.parked[key]
-                st.timers.clear(("parked", key))
+                st.unpark(key)
             self.doom(message.room, message.epoch, reason, message.detail)
 
     def on_ended_ack(self, peer: Peer, message: EndedAck) -> None:

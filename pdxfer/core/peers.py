@@ -246,8 +246,7 @@ class Peers:
                 self.ends.end(room, reason, f"node {peer.node!r}: {detail}", tell=tell)
         peer.rooms.clear()
         for parked_key in [k for k, parked in st.parked.items() if parked.peer == peer.node]:
-            del st.parked[parked_key]
-            st.timers.clear(("parked", parked_key))
+            st.unpark(parked_key)
 
     def _lose(self, peer: Peer, reason: str, detail: str) -> None:
         """It may hear us although we do not hear it: it is told what ends."""

@@ -8,7 +8,7 @@ OPEN ──want──► MATCHED ──first segment──► SENDING ──all 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from . import messages, worker
 from .ends import Ends
@@ -22,6 +22,8 @@ from .worker import Matched
 
 if TYPE_CHECKING:
     from .local import Local
+
+PARK_SHARE: Final = 4  # of the wants that may be parked, one peer may have a quarter
 
 
 class Sender(Patience[SendRoom]):
@@ -50,8 +52,7 @@ class Sender(Patience[SendRoom]):
         """After the worker has its Ok: take the want that may be waiting, here or parked."""
         st = self.state
         key = (room.room, room.epoch)
-        parked = st.parked.pop(key, None)
-        st.timers.clear(("parked", key))
+        parked = st.unpark(key)
         receive = st.recvs.get(key)
         if receive is not None and receive.source == room.worker.engine_id and not receive.peer:
             self.local.match(room, receive)
@@ -157,11 +158,11 @@ class Sender(Patience[SendRoom]):
             elif st.draining:
                 self._refuse_want(peer, want, "shutdown", "prefill's sidecar is shutting down")
             elif key not in st.parked:
-                if len(st.parked) >= st.limits.park_limit:
-                    st.refuse("peer", peer.node, "overloaded", f"{len(st.parked)} wants are parked")
+                mine = st.parked_by.get(peer.node, 0)
+                if len(st.parked) >= st.limits.park_limit or mine * PARK_SHARE >= st.limits.park_limit:
+                    st.refuse("peer", peer.node, "overloaded", f"{len(st.parked)} wants are parked, {mine} of this peer")
                     return
-                st.parked[key] = Parked(peer.node, want, st.now)
-                st.timers.set(("parked", key), st.now + st.limits.want_timeout)
+                st.park(key, Parked(peer.node, want, st.now))
             return
         if room.peer or room.local is not None:
             if room.peer == peer.node:

@@ -257,6 +257,7 @@ class State:
         self.recvs: dict[tuple[str, int], RecvRoom] = {}
         self.homing: dict[int, Room] = {}  # ended rooms whose pages are still touched by a job, by serial
         self.parked: dict[tuple[str, int], Parked] = {}
+        self.parked_by: dict[str, int] = {}  # how many of them, by peer
         self.tombstones: dict[RoomKey, Tombstone] = {}
         self.jobs: dict[int, JobRecord] = {}
         self.send_queue: deque[tuple[SendRoom, Plan]] = deque()
@@ -308,6 +309,21 @@ class State:
         if (expected > 0) != (self.engine.expect > 0):
             self.to_engine(Expect(expected))
         self.engine.expect = expected
+
+    def park(self, key: tuple[str, int], parked: Parked) -> None:
+        """Keep a want until its room is opened, or its time is over."""
+        self.parked[key] = parked
+        self.parked_by[parked.peer] = self.parked_by.get(parked.peer, 0) + 1
+        self.timers.set(("parked", key), self.now + self.limits.want_timeout)
+
+    def unpark(self, key: tuple[str, int]) -> Parked | None:
+        parked = self.parked.pop(key, None)
+        if parked is not None:
+            self.timers.clear(("parked", key))
+            self.parked_by[parked.peer] -= 1
+            if not self.parked_by[parked.peer]:
+                del self.parked_by[parked.peer]
+        return parked
 
     def again(self, room: Room) -> None:
         """Set the room's next repetition, later each time."""

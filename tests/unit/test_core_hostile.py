@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from core_harness import SPECS, Side, attach, pair, table
+from core_harness import SPECS, Net, Side, attach, pair, table
 
 from pdxfer.core import events, jobs, messages, worker
 from pdxfer.core.geometry import MAX_CELLS, Coverage, PoolSpec
+from pdxfer.core.limits import Limits
 from pdxfer.core.messages import EngineInfo, Envelope
 from pdxfer.core.reasons import Refused
 from pdxfer.core.state import agent_name
@@ -100,6 +101,19 @@ def test_talk_to_rooms_that_never_were_is_answered_and_not_remembered(message: A
         assert len(answers) == 200
     assert not p.node.ends.closing
     assert len(p.node.state.timers) <= timers + 1
+
+
+def test_one_peer_may_park_its_share_of_wants() -> None:
+    net = Net("p", limits=Limits(park_limit=40))
+    (p,) = net
+    said(p, hello())
+    for i in range(30):
+        said(p, messages.Want(f"r{i}", 0, "prefill", "decode", SPECS, (1, 1)))
+    assert len(p.node.state.parked) == 10
+    assert p.refusals() == ["overloaded"] * 20
+    said(p, messages.Ended("r0", 0, False, "aborted", ""))
+    said(p, messages.Want("r40", 0, "prefill", "decode", SPECS, (1, 1)))
+    assert len(p.node.state.parked) == 10
 
 
 def test_explanations_and_pools_have_a_limit() -> None:
