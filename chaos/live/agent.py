@@ -1,6 +1,7 @@
 """An agent as a process: sessions that ask a prefill and a decode worker for one room after the other.
 
-Owns: what a router owes its rooms: an id that is used once, both sides asked, and the other side aborted when one fails.
+Owns: what a router owes its rooms: an id that is used once, both sides asked, and the other side aborted when one was
+refused. A room that fails under way is left to pdxfer, which must end it on both sides.
 Must not: touch a sidecar. It may be killed at any moment: the workers see its connections close.
 """
 
@@ -21,6 +22,9 @@ from .control import Ask, Line, Lost
 from .records import Trip, Writer
 
 RETRY = 0.1
+# Until the other side of a failed room is aborted: longer than pdxfer may take to end it by itself, after a death. It must
+# be done: the other worker may never have opened its side, and only the router knows that.
+PATIENCE = 7.0
 
 
 class Session:
@@ -71,19 +75,27 @@ class Session:
         self.random.shuffle(order)
         legs = {sending: asyncio.create_task(self._leg(sending, asks[sending])) for sending in order}
         await asyncio.wait(legs.values(), return_when=asyncio.FIRST_COMPLETED)
-        for sending, leg in legs.items():
-            if leg.done() and leg.result()["state"] != "DONE" and not legs[not sending].done():
-                await self._abort(not sending, room)
+        first = next(sending for sending in order if legs[sending].done())
+        if legs[first].result()["state"] == "DONE":
+            await asyncio.wait(legs.values())
+        elif legs[first].result()["state"] != "REFUSED":  # it is pdxfer's to end the other side
+            await asyncio.wait(legs.values(), timeout=PATIENCE)
+        if not legs[not first].done() and legs[first].result()["state"] != "DONE":
+            await self._abort(not first, room)
         reasons = {sending: (await leg)["reason"] for sending, leg in legs.items()}
         self.records.write(Trip(room, began, time.monotonic(), reasons[True], reasons[False]))
-        if "unreachable" in reasons.values() or "sidecar_unavailable" in reasons.values():
+        if {"unreachable", "worker_died", "sidecar_unavailable"} & set(reasons.values()):
             await self._pause(RETRY)
 
     async def _leg(self, sending: bool, ask: Ask) -> dict[str, Any]:
         try:
-            return await (await self._line(sending)).ask(ask)
+            line = await self._line(sending)
         except Lost as error:
             return {"state": "REFUSED", "reason": "unreachable", "detail": str(error)}
+        try:
+            return await line.ask(ask)
+        except Lost as error:
+            return {"state": "LOST", "reason": "worker_died", "detail": str(error)}
 
     async def _abort(self, sending: bool, room: str) -> None:
         with contextlib.suppress(Lost):  # then the room ends with its worker
@@ -103,9 +115,15 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pdxfer.chaos.live.agent", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prefill", required=True, type=Path, metavar="SOCKET", help="the prefill worker's control socket")
-    parser.add_argument("--decode", required=True, type=Path, metavar="SOCKET", help="the decode worker's control socket")
+    parser = argparse.ArgumentParser(
+        prog="python -m pdxfer.chaos.live.agent", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--prefill", required=True, type=Path, metavar="SOCKET", help="the prefill worker's control socket"
+    )
+    parser.add_argument(
+        "--decode", required=True, type=Path, metavar="SOCKET", help="the decode worker's control socket"
+    )
     parser.add_argument("--source", required=True, help="the prefill worker's engine id")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
     parser.add_argument("--tag", required=True, help="prefix of the rooms' ids")
@@ -116,7 +134,9 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two pushes")
     parser.add_argument("--think", type=float, default=0.0, help="seconds between two rooms of a session, on average")
     parser.add_argument("--spread", type=float, default=0.0, help="seconds within which the sessions begin")
-    parser.add_argument("--abort-within", type=float, default=0.0, help="abort every room at a random moment up to this, twice")
+    parser.add_argument(
+        "--abort-within", type=float, default=0.0, help="abort every room at a random moment up to this, twice"
+    )
     parser.add_argument("--seed", type=int, default=0)
     asyncio.run(run(parser.parse_args()))
     return 0

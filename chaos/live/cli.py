@@ -1,4 +1,4 @@
-"""The live verbs of ``pdxfer chaos``: list, run, soak, wedge.
+"""The live verbs of ``pdxfer chaos``: list, run, soak, wedge, cost.
 
 Owns: their options and exit codes. Must not: run anything itself.
 """
@@ -68,8 +68,18 @@ def list_() -> None:
 @click.command(epilog="Example: pdxfer chaos run agent-kill-1s decode-engine-kill --concurrency 80 --html chaos.html")
 @click.argument("names", nargs=-1, metavar="NAME…")
 @click.option("--all", "everything", is_flag=True, help="Every scenario.")
-@click.option("--control", is_flag=True, help="Run the controls instead: the same fault against a broken build must fail the verdict.")
-@click.option("--concurrency", callback=_counts, default="", metavar="N,…", help="Sessions, of those that a scenario has; default all: 1,16,80.")
+@click.option(
+    "--control",
+    is_flag=True,
+    help="Run the controls instead: the same fault against a broken build must fail the verdict.",
+)
+@click.option(
+    "--concurrency",
+    callback=_counts,
+    default="",
+    metavar="N,…",
+    help="Sessions, of those that a scenario has; default all: 1,16,80.",
+)
 @click.option("--repeat", type=click.IntRange(1, 1000), default=1, show_default=True)
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the results as JSON.")
 @click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write a page with a timeline of each run.")
@@ -114,21 +124,74 @@ def soak(minutes: float, seed: int, json_file: Path | None, html_file: Path | No
 
 
 @click.command(epilog="Example: pdxfer chaos wedge --runs 20 --json wedge.json")
-@click.option("--runs", type=click.IntRange(1, 1000), default=20, show_default=True, help="Of each of the two.")
+@click.option("--runs", type=click.IntRange(1, 1000), default=20, show_default=True, help="Of each build.")
 @click.option("--sessions", type=click.IntRange(1, 1000), default=80, show_default=True)
-@click.option("--wait", type=click.FloatRange(1.0), default=15.0, show_default=True, help="Seconds after the kill in which everything must end.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0.001, 1.0),
+    default=1.0,
+    show_default=True,
+    help="Of its time that a session has a room in transfer; 1: all of it, so that the kill hits every session's room.",
+)
+@click.option(
+    "--build",
+    type=click.Choice(["before", "after", "both"]),
+    default="both",
+    show_default=True,
+    help="The mutant with the original behaviour, pdxfer, or both in turns.",
+)
+@click.option(
+    "--wait",
+    type=click.FloatRange(1.0),
+    default=15.0,
+    show_default=True,
+    help="Seconds after the kill in which everything must end.",
+)
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the results as JSON.")
-def wedge(runs: int, sessions: int, wait: float, json_file: Path | None) -> None:
-    """The original wedge, before and after: an agent with 80 sessions is killed, against a mutant and against pdxfer."""
+def wedge(runs: int, sessions: int, share: float, build: str, wait: float, json_file: Path | None) -> None:
+    """The original wedge, before and after: an agent with 80 sessions is killed, against a mutant and against pdxfer.
+
+    Exit code 0 when the mutant wedged each time that the kill hit a room, and pdxfer never did.
+    """
     from . import wedge as wedged
 
     console = _console()
     found: list[wedged.Outcome] = []
-    interruptible(lambda: wedged.compare(runs, sessions, wait, found, lambda text: console.print(text, markup=False, soft_wrap=True)))
+    builds = list(wedged.BUILDS) if build == "both" else [build]
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    interruptible(lambda: wedged.compare(builds, runs, sessions, share, wait, found, say))
     console.print(wedged.table(found))
     if json_file is not None:
         wedged.write_json(json_file, found)
     raise SystemExit(0 if wedged.as_expected(found) else FAILED)
+
+
+@click.command(epilog="Example: pdxfer chaos cost --rounds 5 --json cost.json")
+@click.option("--concurrency", callback=_counts, default="1,80", show_default=True, metavar="N,…", help="Sessions.")
+@click.option(
+    "--rooms", type=click.IntRange(1), default=400, show_default=True, help="Of a round, at each concurrency."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="How often the builds take turns."
+)
+@click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write every measurement as JSON.")
+def cost(concurrency: tuple[int, ...], rooms: int, rounds: int, json_file: Path | None) -> None:
+    """What the fix of the original wedge costs: rooms without any fault, against the mutant and against pdxfer."""
+    from . import cost as costs
+
+    console = _console()
+    found: list[costs.Cost] = []
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    interruptible(lambda: costs.measure(concurrency, rooms, rounds, found, say))
+    console.print(costs.table(found))
+    if json_file is not None:
+        costs.write_json(json_file, found)
 
 
 def _choose(names: Sequence[str], everything: bool) -> list[Scenario]:
@@ -171,4 +234,4 @@ def _publish(
     raise SystemExit(FAILED if bad or failed else 0)
 
 
-COMMANDS = {"list": list_, "run": run, "soak": soak, "wedge": wedge}
+COMMANDS = {"list": list_, "run": run, "soak": soak, "wedge": wedge, "cost": cost}

@@ -218,7 +218,11 @@ class Thread(Base):
             sign = "injected by the debug hook"
 
             async def missing() -> str:
-                return "" if sign in self.world.log_of(f"sidecar {self.node}")[self._said :] else f"{sign!r} is not in its log"
+                return (
+                    ""
+                    if sign in self.world.log_of(f"sidecar {self.node}")[self._said :]
+                    else f"{sign!r} is not in its log"
+                )
 
             if left := await until(missing, PROOF, 0.02):
                 raise NotInjected(left)
@@ -271,11 +275,15 @@ class Restart(Base):
 
             async def up(node: str = node, old: int = before.incarnation if before else 0) -> str:
                 view = await self.world.look(node)
-                return "" if view is not None and view.ready and view.incarnation != old else f"sidecar {node} is not up"
+                return (
+                    "" if view is not None and view.ready and view.incarnation != old else f"sidecar {node} is not up"
+                )
 
             if left := await until(up, 20.0, 0.1):
                 raise NotInjected(left)
-            self._told.append(f"{name} (pid {victim.pid}) ended by {exit_text(code)} and came back as pid {self.world.pid(name)}")
+            self._told.append(
+                f"{name} (pid {victim.pid}) ended by {exit_text(code)} and came back as pid {self.world.pid(name)}"
+            )
             await asyncio.sleep(1.0)
 
     async def prove(self) -> str:

@@ -26,5 +26,7 @@ def growth(results: Sequence[Result]) -> list[str]:
         if what in MOST and len(values) >= RUNS:
             early, late = min(values[: len(values) // 2]), min(values[len(values) // 2 :])
             if late - early > MOST[what]:
-                out.append(f"{name}: {what} grew from {early:.0f} to {late:.0f} over {len(values)} runs, at most {MOST[what]:g} more")
+                out.append(
+                    f"{name}: {what} grew from {early:.0f} to {late:.0f} over {len(values)} runs, at most {MOST[what]:g} more"
+                )
     return out

@@ -35,8 +35,12 @@ class Evidence:
     now: float = 0.0  # of the judgement
     legs: Sequence[Leg] = ()  # of the struck workers
     exits: Mapping[int, float] = field(default_factory=dict)  # pid of a worker -> when it ended
-    frozen: Mapping[int, float] = field(default_factory=dict)  # pid of a stopped worker -> when its sidecar had its pages home
-    disturbed: Sequence[str] = ()  # workers whose own sidecar was struck: the bound on aborts is for what the remote does
+    frozen: Mapping[int, float] = field(
+        default_factory=dict
+    )  # pid of a stopped worker -> when its sidecar had its pages home
+    disturbed: Sequence[
+        str
+    ] = ()  # workers whose own sidecar was struck: the bound on aborts is for what the remote does
     untouched: Sequence[Trip] = ()
     home: float | None = None  # seconds from the end of load and fault
     left: str = ""  # what was not home
@@ -46,6 +50,7 @@ class Evidence:
     wrong: int = 0
     late: int = 0
     defects: int = 0
+    dead: int = 0
     restarts: int = 0
     gap: float = 0.0
     others: tuple[float, float] = (0.0, 0.0)  # cores that others used, in the calm and since the strike
@@ -61,17 +66,32 @@ def ended(leg: Leg, seen: Evidence) -> float:
 
 
 def affected(scenario: Scenario, seen: Evidence) -> list[Leg]:
-    """Sides that were open when the fault struck, and later ones that it, or the recovery, has cost."""
+    """Sides that were open when the fault struck, and later ones that it, or the recovery, has cost.
+
+    Of rooms whose two sides were open at the same time: where the other worker died, or failed, before it opened its side, it
+    is the router that must abort this one. Likewise a send whose want never came through: nobody can tell it.
+    """
     until = seen.stopped or seen.now
-    return [
-        leg
-        for leg in seen.legs
-        if ended(leg, seen) > seen.struck
-        and not leg.room.startswith(OWN)
-        and leg.opened < until
-        and leg.state != "REFUSED"
-        and (leg.opened <= seen.struck or not leg.done)
-    ]
+    lives: dict[tuple[str, int, bool], tuple[float, float]] = {}
+    for leg in seen.legs:
+        if leg.state != "REFUSED":
+            lives[leg.room, leg.epoch, leg.sending] = (leg.opened, ended(leg, seen))
+    found = []
+    for leg in seen.legs:
+        over = ended(leg, seen)
+        opened, closed = lives.get((leg.room, leg.epoch, not leg.sending), (NEVER, NEVER))
+        met = opened < over and leg.opened < closed and (leg.matched or not leg.sending or leg.reason != "aborted")
+        touched = leg.opened <= seen.struck or not leg.done
+        if (
+            over > seen.struck
+            and leg.opened < until
+            and leg.state != "REFUSED"
+            and touched
+            and met
+            and not leg.room.startswith(OWN)
+        ):
+            found.append(leg)
+    return found
 
 
 def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
@@ -79,12 +99,17 @@ def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
     hit = affected(scenario, seen)
     result.hit = sum(leg.opened <= seen.struck for leg in hit)
     result.rooms = len({(leg.room, leg.epoch) for leg in seen.legs})
-    result.ends = Counter(leg.reason or "worker_died" if ended(leg, seen) < seen.now else "NOT ENDED" for leg in seen.legs)
+    result.ends = Counter(
+        leg.reason or "worker_died" if ended(leg, seen) < seen.now else "NOT ENDED" for leg in seen.legs
+    )
     rows = result.rows
     aborts = [
         min(leg.ended, seen.now) - leg.aborted
         for leg in seen.legs
-        if leg.aborted < NEVER and leg.pid not in seen.exits and leg.pid not in seen.frozen and leg.worker not in seen.disturbed
+        if leg.aborted < NEVER
+        and leg.pid not in seen.exits
+        and leg.pid not in seen.frozen
+        and leg.worker not in seen.disturbed
     ]
     rows.append(
         Row("abort asked by a worker → its pages reusable", "100 ms at p99", ABORT_WITHIN, aborts, at_p99=True,
@@ -92,7 +117,9 @@ def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
             note="" if len(aborts) >= 20 else f"{len(aborts)} aborts: too few for a p99")
     )  # fmt: skip
     values = [ended(leg, seen) - max(seen.struck, leg.opened) for leg in hit]
-    rows.append(Row("affected room terminal, each side", f"{scenario.bound:g} s", scenario.bound, values, applies=bool(values)))
+    rows.append(
+        Row("affected room terminal, each side", f"{scenario.bound:g} s", scenario.bound, values, applies=bool(values))
+    )
     for (what, node), seconds in seen.serving.items():
         within = next(w for a, n, w in scenario.serving if (a, n) == (what, node))
         row = Row(f"{what} of {node} serves again", f"{within:g} s", within)
@@ -100,15 +127,27 @@ def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
         row.note = "" if seconds is not None else "it did not while it was waited for"
         rows.append(row)
     if scenario.keeps is not None:
-        lost = Counter(leg.reason for leg in seen.legs if leg.opened < seen.stopped and _kept(leg, seen, scenario) is False)
+        lost = Counter(
+            leg.reason for leg in seen.legs if leg.opened < seen.stopped and _kept(leg, seen, scenario) is False
+        )
         rows.append(
             Row("rooms lost, sides", "0", 0.0, [float(sum(lost.values()))], unit="sides",
                 note=", ".join(f"{n} {reason or 'not ended'}" for reason, n in lost.most_common()))
         )  # fmt: skip
     if scenario.quiet:
-        rows.append(Row(f"restarts of sidecar {scenario.quiet} and its services", "0", 0.0, [float(seen.restarts)], unit="restarts"))
+        rows.append(
+            Row(
+                f"restarts of sidecar {scenario.quiet} and its services",
+                "0",
+                0.0,
+                [float(seen.restarts)],
+                unit="restarts",
+            )
+        )
     if scenario.gap:
-        rows.append(Row(f"longest time without service of {scenario.quiet}", f"{scenario.gap:g} s", scenario.gap, [seen.gap]))
+        rows.append(
+            Row(f"longest time without service of {scenario.quiet}", f"{scenario.gap:g} s", scenario.gap, [seen.gap])
+        )
     rows.append(
         Row("faults stop → pages and slots at their baseline", f"{HOME_WITHIN:g} s", HOME_WITHIN,
             [seen.home] if seen.home is not None else [], note=seen.left)
@@ -118,6 +157,7 @@ def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
     rows += _untouched(seen)
     rows.append(Row("bytes delivered wrong and reported done", "0", 0.0, [float(seen.wrong)], unit="bytes"))
     rows.append(Row("bytes written into pages that were home", "0", 0.0, [float(seen.late)], unit="bytes"))
+    rows.append(Row("dead workers that a sidecar still has on its books", "0", 0.0, [float(seen.dead)], unit="workers"))
     rows.append(Row("events that a core raised on", "0", 0.0, [float(seen.defects)], unit="events"))
 
 
@@ -150,7 +190,11 @@ def _untouched(seen: Evidence) -> list[Row]:
             f" {len(after)} during and after; 95 % interval {low:.2f} to {high:.2f}"
         )
         if not ratio.gate:
-            why = "the interval holds the bound" if quiet else "other processes used {:.2f} and {:.2f} cores".format(*seen.others)
+            why = (
+                "the interval holds the bound"
+                if quiet
+                else "other processes used {:.2f} and {:.2f} cores".format(*seen.others)
+            )
             ratio.note = f"not measurable here ({why}): {ratio.note}"
     else:
         ratio.gate, ratio.note = False, "no rooms to compare"
@@ -170,13 +214,25 @@ def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, fl
     return percentile(ratios, 2.5), percentile(ratios, 97.5)
 
 
-def compare(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], result: Result) -> None:
+def compare(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], result: Result
+) -> None:
     """Put both inventories into the result; descriptors and threads that stayed are a row."""
     result.inventory = {
-        name: {what: (of.get(what, 0.0), after[name][what]) for what in after[name]} for name, of in before.items() if after.get(name)
+        name: {what: (of.get(what, 0.0), after[name][what]) for what in after[name]}
+        for name, of in before.items()
+        if after.get(name)
     }
     for what, most in MORE.items():
-        grown = [pair[what][1] - pair[what][0] for name, pair in result.inventory.items() if what in pair and pair[what][0]]
+        grown = [
+            pair[what][1] - pair[what][0] for name, pair in result.inventory.items() if what in pair and pair[what][0]
+        ]
         result.rows.append(
-            Row(f"{what} of a process, more than before", f"{most:g}", most, [max(0.0, max(grown, default=0.0))], unit=what)
+            Row(
+                f"{what} of a process, more than before",
+                f"{most:g}",
+                most,
+                [max(0.0, max(grown, default=0.0))],
+                unit=what,
+            )
         )

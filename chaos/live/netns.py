@@ -85,7 +85,21 @@ class Network:
             own = self.namespace(node)
             _run("ip", "netns", "add", own)
             _run("ip", "-n", own, "link", "set", "lo", "up")
-            _run("ip", "-n", own, "link", "add", "data0", "type", "veth", "peer", "name", f"port{number}", "netns", middle)
+            _run(
+                "ip",
+                "-n",
+                own,
+                "link",
+                "add",
+                "data0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{number}",
+                "netns",
+                middle,
+            )
             _run("ip", "-n", middle, "link", "set", f"port{number}", "master", "br0", "up")
             _run("ip", "-n", own, "addr", "add", f"{self.address(node)}/24", "dev", "data0")
             _run("ip", "-n", own, "link", "set", "data0", "up")

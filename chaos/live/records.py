@@ -27,6 +27,7 @@ class Leg(msgspec.Struct):
     state: str = ""  # DONE, ABORTED, FAILED or REFUSED
     reason: str = ""
     detail: str = ""
+    matched: bool = True  # both sides had met, as far as this one knows
     wrong: int = 0  # bytes that were not what the sender had, in a room that was reported done
     bytes: int = 0
 

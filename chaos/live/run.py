@@ -16,7 +16,7 @@ import httpx
 from pdxfer.demo.faults import NotInjected
 from pdxfer.demo.observe import NodeView, defects
 from pdxfer.demo.page import Mark, Point, Timeline
-from pdxfer.demo.processes import DemoError, until
+from pdxfer.demo.processes import DemoError, alive, until
 
 from . import inventory, judge
 from .control import Lost
@@ -30,12 +30,13 @@ from .world import DECODE, PREFILL, Load, World, WorldError
 CALM = 3.0  # seconds of untouched rooms before the fault
 AFTER = 2.0  # seconds of load after it
 LOAD_DEADLINE = 40.0
-STOP_DEADLINE = 25.0  # for a load's last rooms
+STOP_DEADLINE = 25.0  # for a load's last rooms: they are under the contract's bounds, too
 HOME_DEADLINE = 25.0  # how long a homecoming is waited for, longer than it may take
+OF_A_MUTANT = 0.5  # of these deadlines, where nothing is expected to come of waiting
 BYSTANDERS = Load(pushes=1, tokens=(64, 64), think=0.1, spread=0.1)
 PROBE = Load(pushes=1, tokens=(64, 320), rooms=2)
 PROBE_SESSIONS = 4
-PROBE_DEADLINE = 20.0
+PROBE_DEADLINE = 24.0
 
 
 class Run:
@@ -50,6 +51,7 @@ class Run:
         self.seen = Evidence()
         self.result = Result(scenario.name, scenario.about, sessions, world.kind.mutant)
         self._began = time.monotonic()
+        self._patience = OF_A_MUTANT if world.kind.mutant else 1.0
         self._agents: list[str] = []
         self._defects: dict[str, tuple[int, int]] = {}
         self._wrong = (0, 0)
@@ -84,7 +86,7 @@ class Run:
         await self._serving(views)
         await asyncio.sleep(AFTER)
         await self._stop_load()
-        left = await world.home(HOME_DEADLINE)
+        left = await world.home(HOME_DEADLINE * self._patience)
         seen.home = None if left else time.monotonic() - max(seen.stopped, seen.ceased)
         seen.left = left
         seen.others = (calm, others.cores())
@@ -175,7 +177,7 @@ class Run:
 
     async def _stop_load(self) -> None:
         self.seen.stopped = time.monotonic()
-        await asyncio.gather(*(self._stop(agent, STOP_DEADLINE) for agent in self._agents))
+        await asyncio.gather(*(self._stop(agent, STOP_DEADLINE * self._patience) for agent in self._agents))
 
     async def _stop(self, agent: str, seconds: float) -> None:
         """SIGTERM: the rooms under way come to their end. An agent whose rooms do not is killed, which aborts them."""
@@ -192,8 +194,9 @@ class Run:
         """Is there service again? Fresh rooms between the struck workers, all of which must be done."""
         self.seen.probes = PROBE_SESSIONS * PROBE.rooms
         agent = await self.world.agent(PREFILL, DECODE, PROBE_SESSIONS, PROBE, "probe")
-        if await self.world.manager.wait_exit(agent, PROBE_DEADLINE) is None:
-            self.result.problems.append(f"rooms that were asked for afterwards had no end within {PROBE_DEADLINE:g} s")
+        seconds = PROBE_DEADLINE * self._patience
+        if await self.world.manager.wait_exit(agent, seconds) is None:
+            self.result.problems.append(f"rooms that were asked for afterwards had no end within {seconds:g} s")
             self.world.manager.kill(agent)
             await self.world.manager.wait_exit(agent, 5.0)
         self.seen.probe = read_trips(self.world.trips(agent))
@@ -206,6 +209,7 @@ class Run:
         seen.legs = [leg for leg in read_legs(world.records(*engines)) if leg.opened >= self._began]
         seen.exits = {pid: at for pid in {leg.pid for leg in seen.legs} if (at := world.died(pid)) is not None}
         seen.untouched = read_trips(world.trips(bystander))
+        seen.dead = await self._dead_attachments()
         seen.frozen = self._frozen()
         struck = self._struck()
         seen.disturbed = [engine for engine, node in world.placed.items() if node in struck]
@@ -224,6 +228,17 @@ class Run:
             else:
                 seen.restarts = sum(new.restarts.values()) - sum(old.restarts.values())
             seen.gap = self._gap(node)
+
+    async def _dead_attachments(self) -> int:
+        """Workers that a sidecar has on its books and whose process is gone."""
+        count = 0
+        for node in self.world.nodes:
+            try:
+                status = await self.world.status(node)
+            except httpx.HTTPError:
+                continue  # a sidecar that does not answer is another row's
+            count += sum(not alive(worker["pid"]) for worker in status["workers"])
+        return count
 
     def _struck(self) -> set[str]:
         """Nodes of which a process itself was struck."""
@@ -292,7 +307,9 @@ class Run:
                 view = sample.nodes.get(node)
                 for service, count in view.restarts.items() if view is not None else ():
                     if counts.setdefault(service, count) < count:
-                        marks.append(Mark(sample.at - began, False, f"{service} of {node} was restarted (restart {count})"))
+                        marks.append(
+                            Mark(sample.at - began, False, f"{service} of {node} was restarted (restart {count})")
+                        )
                     counts[service] = count
         for happened in self.world.manager.happened:
             if happened.at >= began and happened.kind in ("kill", "restart", "continue"):

@@ -12,7 +12,7 @@ from . import netns
 from .faults import Fault, Kill, KillAgent, Restart, Slow, Stop, Thread
 from .resources import Cut, Degraded, Descriptors, Memory, SharedMemory, no_netem
 from .rooms import EarlyAbort, Quarantine, Reuse, Storm
-from .wire import DeadPeers, Garbage, HalfOpen, Truncated
+from .wire import DeadPeers, Garbage, HalfOpen, Truncated, WorkerGarbage
 from .world import DECODE, PREFILL, Kind, Load
 
 KILLED = 5.0  # the contract's bound for rooms that a SIGKILL hits
@@ -87,7 +87,10 @@ def _kills() -> list[Scenario]:
         Scenario(
             f"agent-kill-{after:g}s",
             f"SIGKILL of an agent with all its sessions, {after:g} s after its first room",
-            lambda n: KillAgent(), "original", load=held, delay=after,
+            lambda n: KillAgent(),
+            "original",
+            load=held,
+            delay=after,
         )
         for after in (0.2, 1.0, 3.0)
     ]
@@ -97,7 +100,7 @@ def _kills() -> list[Scenario]:
             Scenario(f"{role}-worker-kill", f"SIGKILL of the {role} worker", lambda n, w=worker: Kill(w), "dead_worker_unnoticed"),  # type: ignore[misc]
             Scenario(
                 f"{role}-worker-stop", f"SIGSTOP of the {role} worker",
-                lambda n, w=worker: Stop(w), "stalled_worker_unnoticed", bound=STALLED, hold=17.0,  # type: ignore[misc]
+                lambda n, w=worker: Stop(w), "stalled_worker_unnoticed" if role == "prefill" else "done_waits_for_worker", bound=STALLED, hold=17.0,  # type: ignore[misc]
             ),
         ]  # fmt: skip
     for side, node in (("prefill", "p"), ("decode", "d")):
@@ -125,11 +128,11 @@ def _kills() -> list[Scenario]:
     found += [
         Scenario(
             "registry-kill", "SIGKILL of the node that keeps the registry", lambda n: Kill("sidecar r", "engine of r"),
-            "registry_waited_for", bound=STALLED, kind=registry, serving=(("parent", "r", PARENT_AGAIN),), bystanders=local,
+            "registry_told_once", bound=STALLED, kind=registry, serving=(("parent", "r", PARENT_AGAIN),), bystanders=local,
         ),
         Scenario(
             "registry-stop", "SIGSTOP of the node that keeps the registry", lambda n: Stop("sidecar r", "engine of r"),
-            "registry_waited_for", bound=STALLED, kind=registry, hold=17.0, bystanders=local,
+            "registry_told_once", bound=STALLED, kind=registry, hold=17.0, bystanders=local,
         ),
         Scenario(
             "node-kill", "SIGKILL of everything on the decode node at once",
@@ -160,8 +163,12 @@ def _threads_and_wire() -> list[Scenario]:
             "thread_not_restarted", nodes="p", bound=STALLED, serving=(("bootstrap", "p", STALL + THREAD_AGAIN),),
         ),
         Scenario(
-            "garbage", "a flood of garbage on the bootstrap port, from strangers and from an authorised peer, and on the worker socket",
+            "garbage-peers", "a flood of garbage on the bootstrap port, from strangers and from an authorised peer",
             lambda n: Garbage("p"), "garbage_fatal", nodes="p", keeps=DONE, quiet="p", gap=THREAD_AGAIN,
+        ),
+        Scenario(
+            "garbage-workers", "a flood of garbage on the worker socket", lambda n: WorkerGarbage("p"), "worker_garbage_fatal",
+            nodes="p", keeps=DONE, quiet="p", gap=THREAD_AGAIN,
         ),
         Scenario(
             "half-open", "1,000 connections that say nothing on the bootstrap port, and 1,000 on the worker socket",
@@ -179,11 +186,11 @@ def _threads_and_wire() -> list[Scenario]:
 
 
 def _rooms() -> list[Scenario]:
-    small = Kind(slots=(8, 4))
+    small = Kind(slots=(8, 3))  # so few that two peers may have all of them between them
     return [
         Scenario(
             "abort-storm", "every room is aborted by one of its workers at a random moment, twice", lambda n: Storm(),
-            "abort_ignored", load=storm,
+            "abort_of_a_worker_unhandled", load=storm,
         ),
         Scenario(
             "slow-decode", "the decode worker and its engine are stopped for nine tenths of the time: credits come slowly",
@@ -196,7 +203,7 @@ def _rooms() -> list[Scenario]:
         ),
         Scenario(
             "reuse", "a room's id is used again at once after its abort, in the same epoch and in the next", Reuse,
-            "no_tombstones", keeps=DONE,
+            "no_tombstone", keeps=DONE,
         ),
         Scenario("early-abort", "the abort comes before the room and before its want", EarlyAbort, "early_abort_forgotten", keeps=DONE),
     ]  # fmt: skip

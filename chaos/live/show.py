@@ -60,7 +60,9 @@ def verdict(result: Result) -> Table:
 
 def cells(row: Row) -> tuple[str, ...]:
     if row.values:
-        numbers = tuple(f"{value:.3g}" for value in (percentile(row.values, 50), percentile(row.values, 99), max(row.values)))
+        numbers = tuple(
+            f"{value:.3g}" for value in (percentile(row.values, 50), percentile(row.values, 99), max(row.values))
+        )
     else:
         numbers = ("–", "–", "–")
     return (row.what, row.bound, str(len(row.values)), *numbers, row.verdict, row.note)
@@ -112,14 +114,16 @@ def _section(number: int, result: Result) -> str:
     titles = "".join(f"<th>{name}</th>" for name in ("row", "bound", "n", "p50", "p99", "max", "verdict", "note"))
     problems = "".join(f"<li>{escape(text)}</li>" for text in result.problems)
     held = "".join(
-        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{what} {a:.0f} → {b:.0f}</td>" for what, (a, b) in of.items()) + "</tr>"
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f"<td>{what} {a:.0f} → {b:.0f}</td>" for what, (a, b) in of.items())
+        + "</tr>"
         for name, of in result.inventory.items()
     )
     ends = ", ".join(f"{n} {reason}" for reason, n in sorted(result.ends.items(), key=lambda pair: -pair[1]))
     drawing = ""
     if result.timeline is not None:
         marks: Sequence[Mark] = result.timeline.marks
-        items = "".join(f'<li{" class=fault" if m.fault else ""}>{m.at:.1f} s: {escape(m.text)}</li>' for m in marks)
+        items = "".join(f"<li{' class=fault' if m.fault else ''}>{m.at:.1f} s: {escape(m.text)}</li>" for m in marks)
         drawing = f'{svg(result.timeline)}{legend(result.timeline)}<ol class="marks">{items}</ol>'
     mutant = f", with mutant {escape(result.mutant)}: the verdict must fail" if result.mutant else ""
     return (
@@ -137,7 +141,10 @@ def say(console: Console, result: Result) -> None:
     colour = COLOURS.get(result.state, "bold red")
     label = result.scenario + (f" with mutant {result.mutant}" if result.mutant else "")
     why = result.skipped or result.proof
-    console.print(f"[{colour}]{result.state}[/{colour}] {plain(label)}, C={result.sessions}, {result.seconds:.0f} s: {plain(why)}", soft_wrap=True)
+    console.print(
+        f"[{colour}]{result.state}[/{colour}] {plain(label)}, C={result.sessions}, {result.seconds:.0f} s: {plain(why)}",
+        soft_wrap=True,
+    )
     for text in result.broken():
         style = "dim" if result.passed else "red"
         console.print(f"     {text}", style=style, markup=False, highlight=False, soft_wrap=True)

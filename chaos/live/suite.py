@@ -38,12 +38,12 @@ class Order:
 def orders(
     scenarios: Iterable[Scenario], concurrency: Sequence[int] = (), repeat: int = 1, *, control: bool = False
 ) -> list[Order]:
-    """Every scenario at each concurrency where it applies. A control runs once, at the largest."""
+    """Every scenario at each concurrency where it applies. A control runs once, at 16 if it can."""
     found = []
     for scenario in scenarios:
         counts = [n for n in scenario.concurrency if n in concurrency] if concurrency else list(scenario.concurrency)
         if control and counts:
-            counts = [max(n for n in counts)]
+            counts = [16 if 16 in counts else counts[-1]]
         found += [Order(scenario, n, control) for n in counts for _ in range(repeat)]
     return found
 

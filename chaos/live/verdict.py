@@ -50,7 +50,12 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         values = (
-            {"n": len(self.values), "p50": percentile(self.values, 50), "p99": percentile(self.values, 99), "max": max(self.values)}
+            {
+                "n": len(self.values),
+                "p50": percentile(self.values, 50),
+                "p99": percentile(self.values, 99),
+                "max": max(self.values),
+            }
             if self.values
             else {"n": 0, "p50": None, "p99": None, "max": None}
         )
@@ -82,7 +87,9 @@ class Result:
     rooms: int = 0  # of the struck pair
     hit: int = 0  # sides of rooms that were open when the fault struck
     ends: Mapping[str, int] = field(default_factory=dict)  # sides of rooms by reason
-    inventory: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)  # process -> what -> before, after
+    inventory: Mapping[str, Mapping[str, tuple[float, float]]] = field(
+        default_factory=dict
+    )  # process -> what -> before, after
     seconds: float = 0.0
     timeline: Any = None
 

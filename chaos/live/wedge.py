@@ -8,9 +8,11 @@ the killed agent is still open on either side, or a new room between the same wo
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,10 +27,10 @@ from .records import NEVER, read_legs, read_trips
 from .run import PROBE, PROBE_SESSIONS
 from .scenarios import held
 from .verdict import percentile
-from .world import DECODE, PREFILL, Kind, World
+from .world import DECODE, PREFILL, Kind, Load, World
 
 BUILDS = {"before": "original", "after": ""}
-AFTER = 1.0  # seconds from the first room to the kill
+TRANSFER = 0.1  # seconds that a room lasts, where the load is not one long transfer
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Outcome:
     """One run."""
 
     build: str
+    sessions: int = 80
+    share: float = 1.0  # of its time that a session has a room in transfer
     injected: bool = False
     proof: str = ""
     hit: int = 0  # sides of rooms that were open at the kill
@@ -50,11 +54,19 @@ class Outcome:
         return bool(self.open) or self.answered is None
 
 
-async def compare(runs: int, sessions: int, wait: float, found: list[Outcome], say: Callable[[str], None]) -> None:
-    """Both builds in turns, so that both see the same machine."""
+def sparse(share: float) -> Load:
+    """Rooms that are in transfer for this share of a session's time, at random moments; the rest is decoding, say."""
+    cycle = TRANSFER / share
+    return Load(pushes=2, pause=TRANSFER, think=cycle - TRANSFER, spread=cycle, tokens=(64, 64))
+
+
+async def compare(
+    builds: Sequence[str], runs: int, sessions: int, share: float, wait: float, found: list[Outcome], say: Callable[[str], None]
+) -> None:  # fmt: skip
+    """The builds in turns, so that all see the same machine. ``share`` of 1: every session has a room open when it is killed."""
     for number in range(1, runs + 1):
-        for build in BUILDS:
-            outcome = await one(build, sessions, wait)
+        for build in builds:
+            outcome = await one(build, sessions, share, wait)
             found.append(outcome)
             state = "not injected" if not outcome.injected else "WEDGED" if outcome.wedged else "served again"
             terminal = "never" if outcome.terminal is None else f"after {outcome.terminal:.2f} s"
@@ -65,21 +77,24 @@ async def compare(runs: int, sessions: int, wait: float, found: list[Outcome], s
             )
 
 
-async def one(build: str, sessions: int, wait: float) -> Outcome:
+async def one(build: str, sessions: int, share: float, wait: float) -> Outcome:
     """One pair of sidecars, one kill."""
-    outcome = Outcome(build)
+    outcome = Outcome(build, sessions, share)
     world = World(Kind(mutant=BUILDS[build], bystander=False))
     try:
         await world.start()
-        await world.agent(PREFILL, DECODE, sessions, held(sessions), "load")
+        load = held(sessions) if share == 1.0 else sparse(share)
+        await world.agent(PREFILL, DECODE, sessions, load, "load")
 
         async def flowing() -> str:
             legs = read_legs(world.records(PREFILL, DECODE))
-            return "" if len(legs) >= 2 * sessions else f"{len(legs)} sides of {2 * sessions} are open"
+            return "" if len(legs) >= 2 * sessions else f"{len(legs)} sides of {2 * sessions} were opened"
 
         if left := await until(flowing, 30.0, 0.05):
             outcome.proof = left
             return outcome
+        if share < 1.0:  # the moment of a kill is chance
+            await asyncio.sleep(random.uniform(0.0, TRANSFER / share))
         fault = KillAgent()
         await fault.prepare(world)
         struck = time.monotonic()
@@ -126,19 +141,29 @@ async def _follow(world: World, outcome: Outcome, struck: float, wait: float) ->
 
 
 def as_expected(found: list[Outcome]) -> bool:
-    """Before: wedged, every time. After: never."""
-    return bool(found) and all(o.injected and o.wedged == (o.build == "before") for o in found)
+    """Before: wedged, every time that a room was hit. After: never."""
+    return bool(found) and all(o.injected and o.wedged == (o.build == "before" and bool(o.hit)) for o in found)
 
 
 def table(found: list[Outcome]) -> Table:
     result = Table(box=box.SIMPLE_HEAD)
-    for name in ("build", "runs", "wedged", "sides hit", "still open", "all over, s: p50 / max", "new rooms done, s: p50 / max", "bootstrap threads dead"):
+    for name in (
+        "build",
+        "runs",
+        "wedged",
+        "runs with rooms hit",
+        "sides hit",
+        "still open",
+        "all over, s: p50 / max",
+        "new rooms done, s: p50 / max",
+        "bootstrap threads dead",
+    ):
         result.add_column(name, justify="left" if name == "build" else "right")
     for build in BUILDS:
         runs = [o for o in found if o.build == build and o.injected]
         if runs:
             result.add_row(
-                build, str(len(runs)), str(sum(o.wedged for o in runs)), str(sum(o.hit for o in runs)), str(sum(o.open for o in runs)),
+                build, str(len(runs)), str(sum(o.wedged for o in runs)), str(sum(bool(o.hit) for o in runs)), str(sum(o.hit for o in runs)), str(sum(o.open for o in runs)),
                 _times([o.terminal for o in runs]), _times([o.answered for o in runs]),
                 f"{sum(state != 'alive' for o in runs for state in o.threads.values())} of {sum(len(o.threads) for o in runs)}",
             )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -90,7 +91,11 @@ class _Flood(Base):
     async def _prove(self, origin: str, least: int) -> str:
         async def missing() -> str:
             grown = await refused(self.world, self.node, origin) - self._before[origin]
-            return "" if grown >= least else f"sidecar {self.node} has refused {grown} of {origin}s, expected at least {least}"
+            return (
+                ""
+                if grown >= least
+                else f"sidecar {self.node} has refused {grown} of {origin}s, expected at least {least}"
+            )
 
         if left := await until(missing, PROOF):
             raise NotInjected(left)
@@ -114,7 +119,7 @@ class _Flood(Base):
 
 
 class Garbage(_Flood):
-    """Random bytes: to the bootstrap port as a stranger and as an authorised peer, and to the worker socket."""
+    """Random bytes, and frames that are nearly right, to the bootstrap port: from strangers and from an authorised peer."""
 
     def __init__(self, node: str, frames: int = 2000, connections: int = 300) -> None:
         super().__init__(node)
@@ -139,9 +144,8 @@ class Garbage(_Flood):
             await asyncio.sleep(0.5)
         finally:
             peer.close()
-        raws = [self._random.randbytes(self._random.randint(1, 2000)) for _ in range(self._raws)]
-        for address in (tcp_of(world.endpoint(self.node)), str(world.directory / f"{self.node}.sock")):
-            await self._raw((address, data) for data in raws)
+        address = tcp_of(world.endpoint(self.node))
+        await self._raw([(address, self._random.randbytes(self._random.randint(1, 2000))) for _ in range(self._raws)])
 
     async def _shake_hands(self, peer: Peer) -> None:
         monitor = peer.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -152,7 +156,30 @@ class Garbage(_Flood):
     async def prove(self) -> str:
         if self._ended():
             return f"garbage ended what it was sent to ({self.sent} frames sent, {self.connections} connections)"
-        return await self._prove("peer", self._frames // 4) + "; " + await self._prove("worker", self._raws // 4)
+        return await self._prove("peer", self._frames // 4)
+
+
+class WorkerGarbage(_Flood):
+    """Random bytes to the worker socket, and frames of the right length that hold random bytes."""
+
+    def __init__(self, node: str, connections: int = 600) -> None:
+        super().__init__(node)
+        self._raws = connections
+
+    async def strike(self) -> None:
+        path = str(self.world.directory / f"{self.node}.sock")
+        todo = []
+        for number in range(self._raws):
+            body = self._random.randbytes(self._random.randint(1, 2000))
+            todo.append((path, len(body).to_bytes(4, "little") + body if number % 2 else body))
+        await self._raw(todo)
+        self.sent = self._raws
+
+    async def prove(self) -> str:
+        """Where it raises instead of being refused, that is in the log."""
+        if "a defect in the main loop" in self.world.log_of(f"sidecar {self.node}")[self._said :]:
+            return f"garbage raised in the main loop of sidecar {self.node} ({self.connections} connections)"
+        return await self._prove("worker", self._raws // 2)
 
 
 class HalfOpen(Base):
@@ -171,18 +198,15 @@ class HalfOpen(Base):
         for kind, address in enumerate(addresses):
             for _ in range(self.count):
                 s = socket.socket(socket.AF_UNIX if kind else socket.AF_INET, socket.SOCK_STREAM)
-                s.settimeout(2.0)
-                try:
-                    s.connect(address)
-                except OSError as error:
-                    s.close()
-                    raise NotInjected(f"connection {self._made[kind]} to {address}: {error}") from error
                 s.setblocking(False)
+                await self._connect(s, address, self._made[kind])
                 self._open[s] = time.monotonic()
                 self._made[kind] += 1
                 if self._made[kind] % 20 == 0:
                     await asyncio.sleep(0.005)
-        self._row = Row(f"connections that say nothing are closed ({2 * self.count})", f"{CLOSED_WITHIN:g} s", CLOSED_WITHIN)
+        self._row = Row(
+            f"connections that say nothing are closed ({2 * self.count})", f"{CLOSED_WITHIN:g} s", CLOSED_WITHIN
+        )
         end = time.monotonic() + CLOSED_WITHIN + 2.0
         while self._open and time.monotonic() < end:
             for s in list(self._open):
@@ -198,6 +222,18 @@ class HalfOpen(Base):
             await asyncio.sleep(0.05)
         self._row.values += [time.monotonic() - since for since in self._open.values()]
         self.rows.append(self._row)
+
+    async def _connect(self, s: socket.socket, address: tuple[str, int] | str, number: int) -> None:
+        """A backlog that is full is waited for."""
+        end = time.monotonic() + PROOF
+        while True:
+            error = s.connect_ex(address)
+            if error in (0, errno.EINPROGRESS, errno.EISCONN):
+                return
+            if error != errno.EAGAIN or time.monotonic() > end:
+                s.close()
+                raise NotInjected(f"connection {number} to {address}: {os.strerror(error)}")
+            await asyncio.sleep(0.01)
 
     async def prove(self) -> str:
         return f"{self._made[0]} connections to the bootstrap port and {self._made[1]} to the worker socket were made and said nothing"
@@ -264,7 +300,9 @@ class Truncated(_Flood):
         server = await asyncio.start_server(relay, host, at)
         try:
             line = await world.line(DECODE)
-            waiting = line.start(Ask("receive", room=f"record-{time.monotonic_ns()}", tokens=16, source=f"dead-{DEAD[0]}"))
+            waiting = line.start(
+                Ask("receive", room=f"record-{time.monotonic_ns()}", tokens=16, source=f"dead-{DEAD[0]}")
+            )
             if not await router.poll(5000):
                 raise NotInjected("no sidecar has said Hello to the recorder")
             frame = (await router.recv_multipart())[-1]
@@ -282,7 +320,15 @@ class Truncated(_Flood):
         spec: PoolSpec = PoolLayout("kv", "uint8", (4096,), page_tokens=16, planes=2).spec()
         at = tuple(worker.PlaneAt(0, plane * 16 * 4096, 4096) for plane in range(2))
         return worker.encode(
-            worker.Attach(1, worker.WORKER_PROTOCOL, "truncated", "both", os.getpid(), (worker.PoolAt(spec, 16, at),), (2 * 16 * 4096,))
+            worker.Attach(
+                1,
+                worker.WORKER_PROTOCOL,
+                "truncated",
+                "both",
+                os.getpid(),
+                (worker.PoolAt(spec, 16, at),),
+                (2 * 16 * 4096,),
+            )
         )
 
 
@@ -311,7 +357,9 @@ class DeadPeers(Base):
         row.values = [end["ended"] - end["opened"] for end in ends]
         wrong = {end["reason"] for end in ends} - {"peer_unreachable", "peer_lost"}
         row.note = f"as {', '.join(sorted({end['reason'] for end in ends}))}"
-        spread = Row("dead peers are given up together: last minus first", "1 s", 1.0, [max(row.values) - min(row.values)])
+        spread = Row(
+            "dead peers are given up together: last minus first", "1 s", 1.0, [max(row.values) - min(row.values)]
+        )
         named = Row("rooms of dead peers that end under another name", "0", 0.0, [float(len(wrong))], unit="reasons")
         self.rows += [row, spread, named]
 
@@ -322,12 +370,10 @@ class DeadPeers(Base):
             with contextlib.suppress(BlockingIOError):
                 listener.accept()[0].close()
                 reached += 1
-        if reached < len(DEAD):
-            raise NotInjected(f"{reached} of {len(DEAD)} dead peers were connected to")
-        return f"all {len(DEAD)} dead peers were connected to, and answered nothing to {self._asked} rooms"
+        if not reached:
+            raise NotInjected(f"none of {len(DEAD)} dead peers was connected to")
+        return f"{reached} of {len(DEAD)} dead peers were connected to, and answered nothing to {self._asked} rooms"
 
     async def cease(self) -> None:
         for listener in self._listeners:
             listener.close()
-
-

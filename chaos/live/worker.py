@@ -108,7 +108,7 @@ class Legs:
         except PdxferError as error:
             leg.detail = str(error)[:200]  # it ended meanwhile, or its sidecar did: its end says why
         end = await over
-        leg.state, leg.reason, leg.bytes = end.state, end.reason, end.bytes
+        leg.state, leg.reason, leg.bytes, leg.matched = end.state, end.reason, end.bytes, await room.matched()
         leg.detail = end.detail[:200] or leg.detail
         return end.pages_safe
 
@@ -116,7 +116,8 @@ class Legs:
         self.pages.lend(seq.pages)
         room = await self.client.receive(ask.room, ask.source, seq.pages, ask.epoch, ask.source_incarnation)
         end = await room.ended()
-        leg.state, leg.reason, leg.detail, leg.bytes = end.state, end.reason, end.detail[:200], end.bytes
+        leg.state, leg.reason, leg.bytes, leg.matched = end.state, end.reason, end.bytes, await room.matched()
+        leg.detail = end.detail[:200]
         return end.pages_safe
 
     async def abort(self, room: str, epoch: int, detail: str) -> str:
@@ -201,7 +202,9 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pdxfer.chaos.live.worker", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pdxfer.chaos.live.worker", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--engine-id", required=True)
     parser.add_argument("--sidecar", required=True, metavar="SOCKET")
     parser.add_argument("--listen", required=True, type=Path, metavar="SOCKET")

@@ -123,7 +123,15 @@ class World:
         mutant = ("-m", "pdxfer.chaos.mutants", self.kind.mutant) if self.kind.mutant else ("-m", "pdxfer")
         argv = [sys.executable, *mutant, "serve", "--config", str(self.directory / f"{node}.toml")]
         if self.kind.private_shm and node == "p":
-            argv = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=8m chaos /dev/shm && exec "$@"', "sh", *argv]
+            argv = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                'mount -t tmpfs -o size=8m chaos /dev/shm && exec "$@"',
+                "sh",
+                *argv,
+            ]
         if self.network is not None:
             argv = self.network.within(node, argv)
 
@@ -296,7 +304,12 @@ class World:
                 "authorized_keys": authorized,
             },
             "registry": registry,
-            "engine": {"tls": "tcp", "slot_bytes": self.kind.slot_bytes, "send_slots": self.kind.slots[0], "recv_slots": self.kind.slots[1]},
+            "engine": {
+                "tls": "tcp",
+                "slot_bytes": self.kind.slot_bytes,
+                "send_slots": self.kind.slots[0],
+                "recv_slots": self.kind.slots[1],
+            },
             "supervisor": {"drain_timeout": 5.0, "close_timeout": 2.0},
             "debug": {"hooks": True},
         }

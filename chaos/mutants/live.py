@@ -5,6 +5,7 @@ Owns: the bugs and what each is, in words. Must not: be imported by the product.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -15,19 +16,21 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdxfer import daemon, engineservice, peerlink, workers
-from pdxfer.bootstrap import generation, links, thread
-from pdxfer.core import messages, worker
+from pdxfer import daemon, engineservice, peerlink, workerlink, workers
+from pdxfer.bootstrap import generation, links, registry, thread
+from pdxfer.core import messages
 from pdxfer.core import workers as core_workers
-from pdxfer.core.ends import Ends
 from pdxfer.core.peers import Peers
 from pdxfer.core.receiver import Receiver
 from pdxfer.core.sender import Sender
 from pdxfer.supervisor import Phase
 
+from . import sim
+
 Bug = Callable[[], None]
 BUGS: dict[str, tuple[str, Bug]] = {}  # name -> (what is wrong, put it in)
 FOR_EVER = 1e9
+_in_force = contextlib.ExitStack()  # never closed: what it holds is undone with it
 
 
 def bug(what: str) -> Callable[[Bug], Bug]:
@@ -36,6 +39,20 @@ def bug(what: str) -> Callable[[Bug], Bug]:
         return put
 
     return register
+
+
+def core(name: str) -> None:
+    """A bug of the simulator's, in force until the process ends."""
+    found = sim.MUTANTS[name]
+
+    def put() -> None:
+        _in_force.enter_context(found.in_force())
+
+    BUGS[name] = (found.what, put)
+
+
+for _name in ("abort_of_a_worker_unhandled", "dead_worker_unnoticed", "no_tombstone", "early_abort_forgotten"):
+    core(_name)
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -82,22 +99,6 @@ def original() -> None:
     _peers_are_waited_for()
 
 
-@bug("a worker's abort is taken and nothing is done")
-def abort_ignored() -> None:
-    replace(core_workers.Workers, "_abort", lambda self, owner, key, detail: nothing)
-
-
-@bug("the end of a worker's connection is not noticed")
-def dead_worker_unnoticed() -> None:
-    def lost(self: Any, event: Any) -> None:
-        owner = self.state.workers.get(event.id)
-        if owner is not None and self.state.by_engine_id.get(owner.engine_id) is owner:
-            del self.state.by_engine_id[owner.engine_id]
-            self.state.timers.clear(("worker", owner.id))
-
-    replace(core_workers.Workers, "lost", lost)
-
-
 @bug("a worker that is silent is waited for")
 def stalled_worker_unnoticed() -> None:
     def silent(self: Any, id: int) -> None:
@@ -106,14 +107,32 @@ def stalled_worker_unnoticed() -> None:
     replace(core_workers.Workers, "silent", silent)
 
 
+@bug("a room is done only when its decode worker has shown that it lives, and its silence is not noticed")
+def done_waits_for_worker() -> None:
+    stalled_worker_unnoticed()
+    complete = Receiver.complete
+    finished: dict[int, float] = {}
+
+    def confirmed(self: Any, room: Any) -> bool:
+        if room.finish is None:
+            return False
+        since = finished.setdefault(room.serial, self.state.now)
+        return room.worker.heard > since and complete(self, room)
+
+    replace(Receiver, "complete", confirmed)
+
+
 @bug("an engine that died or hangs is not replaced")
 def engine_not_replaced() -> None:
     _never_missed(engineservice.EngineService)
 
 
-@bug("rooms whose peer was lost or has restarted go on waiting")
+@bug(
+    "rooms whose peer was lost or has restarted go on waiting, and a restarted peer does not say that it knows nothing of them"
+)
 def peer_loss_unnoticed() -> None:
     _peers_are_waited_for()
+    replace(Receiver, "_answer_dead", nothing)
 
 
 @bug("a bootstrap thread that died or hangs is not replaced")
@@ -127,10 +146,12 @@ def garbage_fatal() -> None:
     replace(messages, "decode", decoder.decode)
 
 
-@bug("a worker's frame that does not decode raises into the loop")
+@bug("a worker's frame that cannot be taken raises into the loop, and its connection stays open")
 def worker_garbage_fatal() -> None:
-    decoder = msgspec.msgpack.Decoder(worker.WorkerFrame, strict=True)
-    replace(worker, "decode_from_worker", decoder.decode)
+    def refuse(self: Any, why: Any, req: int = 0) -> None:
+        raise why
+
+    replace(workerlink.WorkerLink, "refuse", refuse)
 
 
 @bug("connections that say nothing stay open")
@@ -174,22 +195,6 @@ def quarantine_forgotten() -> None:
     replace(Receiver, "writers_gone", nothing)
 
 
-@bug("the end of a room is not remembered")
-def no_tombstones() -> None:
-    replace(Ends, "bury", nothing)
-
-
-@bug("an abort that comes before its room is forgotten")
-def early_abort_forgotten() -> None:
-    bury = Ends.bury
-
-    def late_only(self: Any, key: Any, reason: str, detail: str, *, early: bool = False) -> None:
-        if not early:
-            bury(self, key, reason, detail)
-
-    replace(Ends, "bury", late_only)
-
-
 @bug("a receive slot that was scattered is not used again")
 def credits_lost() -> None:
     replace(Receiver, "_free", nothing)
@@ -208,6 +213,21 @@ def no_farewell() -> None:
     replace(daemon.Daemon, "_terminate", terminate)
 
 
-@bug("a question to the registry has no deadline")
-def registry_waited_for() -> None:
+@bug("engine ids are announced to the registry once, for good, and its answers have no deadline")
+def registry_told_once() -> None:
+    due = registry.Registry.due
+    told: set[tuple[str, ...]] = set()
+
+    def once(self: Any, engines: tuple[str, ...], address: str, now: float) -> Any:
+        out = []
+        for one in due(self, engines, address, now):
+            if isinstance(one.message, messages.Announce):
+                if engines in told:
+                    continue
+                told.add(engines)
+                one = one._replace(message=msgspec.structs.replace(one.message, ttl=3600.0))
+            out.append(one)
+        return out
+
+    replace(registry.Registry, "due", once)
     _no_deadlines()

@@ -39,6 +39,7 @@ class VirtualEngine:
         self.world = side.world
         self.incarnation = incarnation
         self.agent = agent_name(side.name, side.incarnation, incarnation)
+        self.serial = len(side.world.engines)
         self.alive = True
         self.hung = False
         self._held: list[Callable[[], None]] = []  # what a hung engine will do once it runs again
@@ -46,6 +47,8 @@ class VirtualEngine:
         self.recv_slots: list[list[int]] = [[] for _ in range(recv_slots)]
         self.pools: dict[int, Memory] = {}
         self.peers: set[str] = set()
+        self.incoming: dict[int, tuple[int, int, str]] = {}  # WRITEs into this engine: slot, generation, whose
+        self._writes: dict[int, VirtualEngine] = {}  # WRITEs by this engine, from the job on, and their targets
         self.last_report = 0.0
         self.last_job = 0.0
         # what faults set
@@ -64,6 +67,8 @@ class VirtualEngine:
         """Not one byte moves after this."""
         self.alive = False
         self._held.clear()
+        for number in list(self._writes):
+            self._written(number)
 
     # pipes and time ------------------------------------------------------------------------------------------------
 
@@ -73,6 +78,15 @@ class VirtualEngine:
             memory = self.side.memories.get(job.worker)
             if memory is None:
                 raise Violation(f"{self.agent}: MapPools of worker {job.worker}, whose descriptors are closed")
+        if isinstance(job, jobs.Send):
+            target = self.world.engines[job.agent]
+            why = f"{self.agent} Send {job.job} of {job.segment.room}/{job.segment.epoch}"
+            self._writes[job.job] = target
+            target.incoming[self._number(job.job)] = (
+                (job.address - SLOT_BASE) // SLOT_BYTES,
+                job.segment.generation,
+                why,
+            )
         self.last_job = max(self.last_job, self.world.now + 0.0001)
         self.world.at(self.last_job, lambda: self.does(lambda: self._start(job, memory)))
 
@@ -95,9 +109,9 @@ class VirtualEngine:
         for call in held:
             self.does(call)
 
-    def _later(self, low: float, high: float, call: Callable[[], None]) -> None:
+    def _later(self, low: float, high: float, call: Callable[[], None], most: float = float("inf")) -> None:
         delay = (low + (high - low) * self.world.metal.random()) * self.slow * self.world.pace
-        self.world.after(delay, lambda: self.does(call))
+        self.world.after(min(delay, most), lambda: self.does(call))
 
     def _fails(self) -> bool:
         return self.world.metal.random() < self.error
@@ -117,7 +131,10 @@ class VirtualEngine:
                     raise Violation(f"{self.agent}: peer {info.agent} added twice")
                 self.peers.add(info.agent)
                 error = "injected" if self._fails() else ""
-                self._later(0.0005, 0.003, lambda: self.report(jobs.PeerAdded(info.agent, error)))
+                self.world.refused |= bool(error)
+                # It holds up the whole process: one that takes longer is an engine that hangs, which is another fault.
+                most = self.world.limits.stall_deadline
+                self._later(0.0005, 0.003, lambda: self.report(jobs.PeerAdded(info.agent, error)), most)
             case jobs.RemovePeer(agent=agent):
                 self.peers.discard(agent)
             case jobs.Send():
@@ -136,7 +153,11 @@ class VirtualEngine:
         out = []
         for row in rows:
             pages = [int.from_bytes(row.pages[i : i + 4], "little") for i in range(0, len(row.pages), 4)]
-            out += [(memory, row.pool, plane, page) for plane in range(row.plane0, row.plane0 + row.planes) for page in pages]
+            out += [
+                (memory, row.pool, plane, page)
+                for plane in range(row.plane0, row.plane0 + row.planes)
+                for page in pages
+            ]
         return out
 
     def _send(self, job: jobs.Send) -> None:
@@ -166,6 +187,7 @@ class VirtualEngine:
     def _post(self, job: jobs.Send, segment: Segment, why: str) -> None:
         """The WRITE: it runs on while this process is stopped, and ends with either process."""
         if self._fails():
+            self._written(job.job)
             self._later(0.001, 0.01, lambda: self.report(jobs.Sent(job.job, 0, "injected", 0.0)))
             return
         metal = self.world.metal
@@ -179,13 +201,18 @@ class VirtualEngine:
         def polled(error: str) -> None:
             self.report(jobs.Sent(job.job, segment.digest, error, 0.0), 0.0002 + 0.002 * metal.random())
             if not error and metal.random() >= self.lose_landed:
-                self.world.after(0.0002 + 0.003 * metal.random(), lambda: target.does(lambda: target.report(jobs.Landed(self.agent, segment))))
+                self.world.after(
+                    0.0002 + 0.003 * metal.random(),
+                    lambda: target.does(lambda: target.report(jobs.Landed(self.agent, segment))),
+                )
 
         def move(first: int, last: int, then: Callable[[], None]) -> None:
             if not self.alive:
                 return
             if not target.alive:
-                self.world.after(0.005 + 0.2 * metal.random(), lambda: self.does(lambda: polled("nixlRemoteDisconnectError")))
+                self.world.after(
+                    0.005 + 0.2 * metal.random(), lambda: self.does(lambda: polled("nixlRemoteDisconnectError"))
+                )
                 return
             if not self.world.network.data_open(self.side.name, target.side.name):
                 self.world.after(0.1, lambda: move(first, last, then))
@@ -194,7 +221,11 @@ class VirtualEngine:
             then()
 
         def rest() -> None:
-            self.world.after(seconds / 2, lambda: move(n // 2, n, lambda: self.does(lambda: polled(""))))
+            self.world.after(seconds / 2, lambda: move(n // 2, n, moved))
+
+        def moved() -> None:
+            self._written(job.job)
+            self.does(lambda: polled(""))
 
         self.world.after(seconds / 2, lambda: move(0, n // 2, rest))
 
@@ -204,16 +235,30 @@ class VirtualEngine:
             raise Violation(f"{why}: lands outside the slots of {self.agent} (slot {index})")
         core = self.side.core
         if core is not None and core.state.engine.info is not None and core.state.engine.info.agent == self.agent:
-            slot = core.state.engine.recv.all[index]
-            if slot.generation != segment.generation or slot.state not in (SlotState.GRANTED, SlotState.QUARANTINED):
-                raise Violation(
-                    f"{why}: lands in slot {index} generation {segment.generation} of {self.agent},"
-                    f" which is {slot.state} in generation {slot.generation}"
-                )
+            self.check_slot(index, segment.generation, why)
         memory = self.recv_slots[index]
         if len(memory) < n:
             memory.extend([-2] * (n - len(memory)))
         memory[first:last] = source[first:last]
+
+    def check_slot(self, index: int, generation: int, why: str) -> None:
+        """What a WRITE goes to must be held for it by the books of this engine's parent."""
+        assert self.side.core is not None
+        slot = self.side.core.state.engine.recv.all[index]
+        if slot.generation != generation or slot.state not in (SlotState.GRANTED, SlotState.QUARANTINED):
+            raise Violation(
+                f"{why}: goes to slot {index} generation {generation} of {self.agent},"
+                f" which is {slot.state} in generation {slot.generation}"
+            )
+
+    def _number(self, job: int) -> int:
+        return job << 32 | self.serial
+
+    def _written(self, job: int) -> None:
+        """Not one byte of this WRITE moves any more."""
+        target = self._writes.pop(job, None)
+        if target is not None:
+            target.incoming.pop(self._number(job), None)
 
     def _scatter(self, job: jobs.Scatter) -> None:
         why = f"{self.agent} Scatter {job.job}"

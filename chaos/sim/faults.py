@@ -6,25 +6,52 @@ Owns: every fault's effect and its end. Must not: judge.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdxfer.core import messages
 from pdxfer.core.events import OperatorAbort
 
-from .network import Link
+from . import workload
+from .network import Link, Pinch
 from .world import World
 
 KINDS = (
     "lossy", "repeats", "late", "corrupt", "cut_one_way", "cut", "reset", "engine_kill", "engine_hang", "engine_slow",
     "job_errors", "landed_lost", "late_writes", "parent_kill", "parent_freeze", "worker_kill", "worker_silent",
     "worker_drop", "abort_storm", "clock_jump", "registry_error", "registry_silent", "operator_abort", "few_slots",
+    "few_pages", "thread_kill", "eighty", "pinch", "engine_loops",
 )  # fmt: skip
-MILD = {"lossy", "repeats", "late", "corrupt", "reset", "landed_lost"}  # taken alone
-HARSH = ("engine_kill", "engine_hang", "late_writes", "parent_kill", "worker_drop", "worker_kill", "abort_storm", "reset")
+MILD = {"lossy", "repeats", "late", "corrupt", "reset", "landed_lost", "thread_kill"}  # taken alone
+HARSH = (
+    "engine_kill",
+    "engine_hang",
+    "late_writes",
+    "parent_kill",
+    "worker_drop",
+    "worker_kill",
+    "abort_storm",
+    "reset",
+    "thread_kill",
+)
+MANY = 3  # nodes: a world with more has faults in proportion
+PINCHED = (  # messages whose loss or delay hurts most, the slots' first
+    messages.Grant, messages.Grant, messages.Grant, messages.Grant, messages.SlotFate, messages.Segment, messages.Ack, messages.Done, messages.Ended,
+    messages.EndedAck, messages.Finish, messages.Accept, messages.Want,
+)  # fmt: skip
+SESSIONS = 80  # that are aborted at once
 
 
-def mild(kinds: set[str]) -> bool:
-    """Must every room be done all the same? After a reset a peer has to be heard soon, which a bad link may prevent."""
-    return kinds <= MILD and not ("reset" in kinds and kinds & {"lossy", "late", "corrupt"})
+def mild(faults: Sequence[Fault]) -> bool:
+    """Must every room be done all the same?
+
+    After its connections were cut a peer has to be heard soon, which a bad link may prevent, or a thread that dies again.
+    """
+    kinds = {fault.kind for fault in faults}
+    if not kinds <= MILD:
+        return False
+    cuts = sum(fault.kind in ("reset", "thread_kill") for fault in faults)
+    return not cuts or (not kinds & {"lossy", "late", "corrupt"} and (cuts == 1 or "thread_kill" not in kinds))
 
 
 @dataclass(frozen=True)
@@ -39,20 +66,25 @@ class Fault:
         return f"{self.at:.3f} s: {self.kind} of #{self.target} for {self.span:.2f} s ({self.value:.2f})"
 
 
-def draw(seed: int, span: float) -> list[Fault]:
-    """None in one run of eight, mild ones in one of four, two kinds again and again in two of five, a storm in the others."""
+def draw(seed: int, span: float, nodes: int = MANY) -> list[Fault]:
+    """None in one run of eight, mild ones in one of four, single messages pinched in one of seven, two kinds again and again in two of five."""
     rng = random.Random(f"{seed} faults")
     mood = rng.random()
     if mood < 0.12:
         return []
-    kinds = sorted(MILD) if mood < 0.35 else list(KINDS)
+    kinds = sorted(MILD) if mood < 0.35 else ["pinch"] if mood < 0.5 else list(KINDS)
     if mood >= 0.8:
         kinds = rng.sample(kinds, 2)
-    elif mood >= 0.6:  # a bad link, and something that dies or stalls meanwhile
+    elif mood >= 0.65:  # a bad link, and something that dies or stalls meanwhile
         kinds = [rng.choice(("lossy", "repeats", "late")), rng.choice(HARSH)]
+    few, targets = rng.choice((1, 1, 2, 3, 5, 8, 12)), 100
+    if nodes > MANY:
+        few, targets = max(few, nodes // 4), 100 * nodes
     return [
-        Fault(rng.random() * span, rng.choice(kinds), rng.randrange(100), 0.05 + 2.0 * rng.random() ** 2, rng.random())
-        for _ in range(rng.choice((1, 1, 2, 3, 5, 8, 12)))
+        Fault(
+            rng.random() * span, rng.choice(kinds), rng.randrange(targets), 0.05 + 2.0 * rng.random() ** 2, rng.random()
+        )
+        for _ in range(few)
     ]
 
 
@@ -63,7 +95,13 @@ def strike(world: World, fault: Fault, tries: int = 200) -> None:
     sides = [world.sidecars[name] for name in sorted(world.sidecars)]
     core = sides[fault.target % len(sides)].core
     aimed = fault.target % 2 and fault.kind not in ("lossy", "repeats", "late", "corrupt")
-    if aimed and tries and core is not None and not core.state.jobs and not any(r.outstanding for r in core.state.recvs.values()):
+    if (
+        aimed
+        and tries
+        and core is not None
+        and not core.state.jobs
+        and not any(r.outstanding for r in core.state.recvs.values())
+    ):
         world.after(0.002, lambda: strike(world, fault, tries - 1))
     else:
         apply(world, fault)
@@ -71,12 +109,40 @@ def strike(world: World, fault: Fault, tries: int = 200) -> None:
 
 def _links(world: World, target: int) -> list[Link]:
     names = sorted(world.sidecars)
+    if len(names) > MANY and world.network.links:  # most pairs of a big world never talk
+        return [list(world.network.links.values())[target % len(world.network.links)]]
     pairs = [(a, b) for a in names for b in names if a != b]
     return [world.network.link(*pairs[target % len(pairs)])] if pairs else []
 
 
+def _pinch(world: World, fault: Fault, node: str) -> Pinch:
+    """One message is held back, said twice or lost; at that very moment an engine is killed or the message's room aborted,
+    and perhaps the news of that is held back or lost as well.
+    """
+    rng = random.Random(fault.value)
+    kind, how, seconds = rng.choice(PINCHED), rng.choice(("hold", "hold", "echo", "lose")), 0.2 + 0.6 * fault.span
+    killed, aborted, deaf = rng.choice(("", "source", "target")), rng.random() < 0.5, rng.random() < 0.5
+
+    def nothing(source: str, target: str, message: messages.Message) -> None:
+        return
+
+    def then(source: str, target: str, message: messages.Message) -> None:
+        key = (getattr(message, "room", ""), getattr(message, "epoch", 0))
+        sides = [w for w in world.workers if (*key, True) in w.tasks or (*key, False) in w.tasks]
+        if deaf:
+            world.network.pinches += [Pinch(source, messages.Ended, "lose", 0.0, nothing) for _ in range(3)]
+        if aborted and sides:
+            rng.choice(sides).abort(*key)
+        if killed:
+            world.after(
+                0.02, lambda: world.sidecars[source if killed == "source" else target].kill_engine("killed by a fault")
+            )
+
+    return Pinch(node, kind, how, seconds, then)
+
+
 def apply(world: World, fault: Fault) -> None:
-    """Put the fault into effect now, and its end into the queue."""
+    """Put the fault into effect now, and its end into the queue. One that finds nothing to hit is not counted."""
     world.note("fault", f"{fault}")
     sides = [world.sidecars[name] for name in sorted(world.sidecars)]
     side = sides[fault.target % len(sides)]
@@ -87,6 +153,8 @@ def apply(world: World, fault: Fault) -> None:
         case "lossy" | "repeats" | "late" | "corrupt":
             name = {"lossy": "drop", "repeats": "repeat"}.get(fault.kind, fault.kind)
             amount = 0.05 + 0.35 * fault.value
+            if not links:
+                return
             for link in links:
                 setattr(link, name, amount)
 
@@ -95,7 +163,9 @@ def apply(world: World, fault: Fault) -> None:
                     setattr(link, name, 0.0)
         case "cut_one_way" | "cut":
             if fault.kind == "cut":
-                links = [link for key, link in world.network._links.items() if side.name in key]
+                links = [link for key, link in world.network.links.items() if side.name in key]
+            if not links:
+                return
             for link in links:
                 link.cut = True
 
@@ -104,28 +174,39 @@ def apply(world: World, fault: Fault) -> None:
                     link.cut = False
         case "reset":
             world.network.reset(side.name)
-        case "engine_kill":
+        case "thread_kill":
+            world.network.kill_thread(side.name, int(8 * fault.value), 0.2 * fault.span / 2.05)
+        case "engine_kill" | "engine_loops":
+            if engine is None:
+                return
+            if fault.kind == "engine_loops":
+                side.no_engine_before = world.now + 3 * fault.span
             side.kill_engine("killed by a fault")
         case "engine_hang":
+            if engine is None:
+                return
             side.hang_engine()
-            if engine is not None and fault.value < 0.5:
+            if fault.value < 0.5:
                 done = engine.resume
         case "engine_slow" | "job_errors" | "landed_lost" | "late_writes":
-            if engine is not None:
-                name, value, well = {
-                    "engine_slow": ("slow", 1 + 200 * fault.value**2, 1.0),
-                    "job_errors": ("error", 0.3 * fault.value, 0.0),
-                    "landed_lost": ("lose_landed", fault.value, 0.0),
-                    "late_writes": ("late_write", fault.value, 0.0),
-                }[fault.kind]
-                setattr(engine, name, value)
+            if engine is None:
+                return
+            name, value, well = {
+                "engine_slow": ("slow", 1 + 200 * fault.value**2, 1.0),
+                "job_errors": ("error", 0.3 * fault.value, 0.0),
+                "landed_lost": ("lose_landed", fault.value, 0.0),
+                "late_writes": ("late_write", fault.value, 0.0),
+            }[fault.kind]
+            setattr(engine, name, value)
 
-                def done() -> None:
-                    setattr(engine, name, well)
-        case "parent_kill":
-            side.kill(0.05 + fault.span / 2)
-        case "parent_freeze":
-            if side.core is not None:
+            def done() -> None:
+                setattr(engine, name, well)
+        case "parent_kill" | "parent_freeze":
+            if side.core is None:
+                return
+            if fault.kind == "parent_kill":
+                side.kill(0.05 + fault.span / 2)
+            else:
                 side.freeze(fault.span * 2)
         case "worker_kill":
             one.kill(0.05 + fault.span / 4)
@@ -139,8 +220,12 @@ def apply(world: World, fault: Fault) -> None:
         case "worker_drop":
             one.drop()
         case "abort_storm":
+            if not one.tasks:
+                return
             for task in list(one.tasks.values()):
                 one.abort(task.room, task.epoch)
+        case "eighty":
+            workload.burst(world, fault.target, one, SESSIONS, 0.2 * fault.value)
         case "clock_jump":
             side.clock += 0.1 + 3 * fault.value**2
             side.tick()
@@ -150,11 +235,22 @@ def apply(world: World, fault: Fault) -> None:
             def done() -> None:
                 side.registry_fails = ""
         case "operator_abort":
-            for task in list(one.tasks.values())[:1]:
-                side.deliver(OperatorAbort(task.room, task.epoch, "by a fault"))
-        case "few_slots":
+            if not one.tasks:
+                return
+            task = next(iter(one.tasks.values()))
+            side.deliver(OperatorAbort(task.room, task.epoch, "by a fault"))
+        case "few_slots":  # the next engine has no more
             side.send_slots, side.recv_slots = 1, 1 + fault.target % 2
+            side.kill_engine("killed by a fault")
+        case "pinch":
+            world.network.pinches.append(_pinch(world, fault, side.name))
+        case "few_pages":
+            taken, memory = one.memory.take_free(), one.memory
+
+            def done() -> None:
+                memory.give_free(taken)
         case _:
             raise ValueError(f"unknown fault {fault.kind!r}, expected one of {', '.join(KINDS)}")
+    world.struck[fault.kind] += 1
     if done is not None:
         world.after(fault.span * (2 if fault.kind == "worker_silent" else 1), done)

@@ -26,7 +26,8 @@ class Memory:
         self.name = name
         self.num_pages = tuple(num_pages)
         self.pages = [
-            [[world.token() for _ in range(n)] for _ in range(spec.planes)] for spec, n in zip(SPECS, num_pages, strict=True)
+            [[world.token() for _ in range(n)] for _ in range(spec.planes)]
+            for spec, n in zip(SPECS, num_pages, strict=True)
         ]
         self.free = [list(range(n)) for n in num_pages]  # a stack: what came home last is used again first
         self.readers: list[list[int]] = [[0] * n for n in num_pages]
@@ -38,6 +39,15 @@ class Memory:
             return None
         stack = self.free[pool]
         return [stack.pop() for _ in range(n)]
+
+    def take_free(self) -> list[list[int]]:
+        """The engine uses every page itself for a while."""
+        taken, self.free = self.free, [[] for _ in self.num_pages]
+        return taken
+
+    def give_free(self, taken: list[list[int]]) -> None:
+        for stack, pages in zip(self.free, taken, strict=True):
+            stack[:0] = pages
 
     def lend_read(self, pool: int, pages: Sequence[int]) -> None:
         for page in pages:

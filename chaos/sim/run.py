@@ -25,7 +25,14 @@ __all__ = ["MANY", "Result", "drawn", "run", "shrink"]
 SPAN = 1.5  # seconds over which rooms begin and faults strike
 SERVE = 4.0  # seconds in which a room that begins after calm must be done
 BOUND = LIMITS.room_timeout + 2 * LIMITS.quarantine_limit + 2 * LIMITS.transfer_deadline + LIMITS.stall_deadline
-NEVER = {"digest_mismatch", "protocol_error", "internal_error", "layout_mismatch", "page_count_mismatch", "room_timeout"}
+NEVER = {
+    "digest_mismatch",
+    "protocol_error",
+    "internal_error",
+    "layout_mismatch",
+    "page_count_mismatch",
+    "room_timeout",
+}
 
 
 def drawn(seed: int, nodes: int = 0) -> list[Fault]:
@@ -59,7 +66,11 @@ def run(
     audit_every: int = 1,
     mutant: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Result:
-    """Run one seed. ``nodes``: as many, and not one to three by chance. ``only``: the indices of the faults to keep. ``mutant``: a seeded bug, in force during the run."""
+    """Run one seed.
+
+    ``nodes``: as many, and not one to three by chance. ``only``: the numbers of the faults to keep. ``audit_every``: events
+    between two audits of a node's books. ``mutant``: a seeded bug, in force during the run.
+    """
     rng = random.Random(f"{seed} world")
     chosen = None if only is None else set(only)
     kept = [f for i, f in enumerate(drawn(seed, nodes)) if chosen is None or i in chosen]
@@ -92,7 +103,9 @@ def _run(world: World, rng: random.Random, kept: list[Fault], nodes: int, audit_
         world.sidecars[name] = side
     for name in names:
         for i in range(rng.choice((1, 1, 2))):
-            pages = 400 if mild else 120 if any(f.kind == "eighty" for f in kept) else 24  # mild: no room may starve for pages
+            pages = (
+                400 if mild else 120 if any(f.kind == "eighty" for f in kept) else 24
+            )  # mild: no room may starve for pages
             VirtualWorker(world, world.sidecars[name], f"{name}-{i}", (pages, pages))
     rooms = rng.choice((3, 6, 12, 24))
     workload.draw(world, max(rooms, 2 * nodes), span, clean=clean)
@@ -119,7 +132,7 @@ def _calm(world: World) -> None:
     world.calm = True
     world.network.calm()
     for side in world.sidecars.values():
-        side.registry_fails = ""
+        side.registry_fails, side.no_engine_before = "", 0.0
         if side.engine is not None:
             side.engine.slow, side.engine.error, side.engine.late_write = 1.0, 0.0, 0.0
     for one in world.workers:
@@ -137,7 +150,9 @@ def serves(world: World) -> None:
         if world.refused and world.ends.get(key) == "metadata_refused":
             continue
         if world.ends.get(key) != "done":
-            raise Violation(f"after calm, room {key} did not end done within {SERVE:g} s but {world.ends.get(key, 'not at all')}")
+            raise Violation(
+                f"after calm, room {key} did not end done within {SERVE:g} s but {world.ends.get(key, 'not at all')}"
+            )
     world.run(world.now + 0.5)
 
 
@@ -177,7 +192,9 @@ def judge(world: World, kept: list[Fault]) -> None:
             raise Violation(f"room {key} ended {reason}, which no fault of this world can cause")
         if reason == "copy_error" and "job_errors" not in kinds:
             raise Violation(f"room {key} ended {reason} without an error of the engine")
-        lost_hellos = reason == "peer_unreachable" and "lossy" in kinds  # every Hello of the connect deadline, by chance
+        lost_hellos = (
+            reason == "peer_unreachable" and "lossy" in kinds
+        )  # every Hello of the connect deadline, by chance
         if mild and reason != "done" and key[:2] in world.clean and not lost_hellos:
             raise Violation(f"room {key} ended {reason}, and nothing worse than {sorted(kinds)} had happened to it")
     for room, epoch, sending in world.ends:
@@ -185,7 +202,9 @@ def judge(world: World, kept: list[Fault]) -> None:
             ends = world.ends[(room, epoch, True)], world.ends[(room, epoch, False)]
             apart = abs(world.end_times[(room, epoch, True)] - world.end_times[(room, epoch, False)])
             if mild and apart > 3.0 and "open_timeout" not in ends:
-                raise Violation(f"room {room}/{epoch}: its sides ended {ends} {apart:.2f} s apart, with nothing worse than {sorted(kinds)}")
+                raise Violation(
+                    f"room {room}/{epoch}: its sides ended {ends} {apart:.2f} s apart, with nothing worse than {sorted(kinds)}"
+                )
             if ends[0] == "done" and ends[1] not in ("done", "sidecar_lost", "died"):
                 raise Violation(f"room {room}/{epoch}: the send is done, the receive {ends[1]}")
 

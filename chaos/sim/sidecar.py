@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pdxfer.core import events, jobs, worker
 from pdxfer.core.node import Node
+from pdxfer.core.state import RecvRoom
 
 from .engine import VirtualEngine
 from .memory import Memory
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Sidecar:
-    def __init__(self, world: World, name: str, make_node: type[Node] = Node, *, send_slots: int = 3, recv_slots: int = 4) -> None:
+    def __init__(
+        self, world: World, name: str, make_node: type[Node] = Node, *, send_slots: int = 3, recv_slots: int = 4
+    ) -> None:
         self.world = world
         self.name = name
         self.make_node = make_node
@@ -38,6 +41,7 @@ class Sidecar:
         self.tick_at = float("inf")
         self.audit_every = 1
         self.handled = 0
+        self.no_engine_before = 0.0  # until then every engine dies as it starts
         self.registry_fails = ""  # an end reason, or "silence"
         self.start()
 
@@ -72,6 +76,9 @@ class Sidecar:
         def up() -> None:
             if self.core is None or self.incarnation != parent:
                 return
+            if self.world.now < self.no_engine_before:
+                self.world.after(0.1, up)
+                return
             self.engine = VirtualEngine(self, incarnation, self.send_slots, self.recv_slots)
             self.world.engines[self.engine.agent] = self.engine
             self.engine.report(jobs.Ready(self.engine.info, self.send_slots, incarnation))
@@ -102,7 +109,8 @@ class Sidecar:
         self.world.note(self.name, "ENGINE HUNG")
         engine.hung = True
         self.world.after(
-            self.world.limits.stall_deadline, lambda: self.kill_engine("heartbeat stopped") if self.engine is engine and engine.hung else None
+            self.world.limits.stall_deadline,
+            lambda: self.kill_engine("heartbeat stopped") if self.engine is engine and engine.hung else None,
         )
 
     def freeze(self, seconds: float) -> None:
@@ -135,13 +143,14 @@ class Sidecar:
             return
         world = self.world
         if world.trace:
-            world.note(self.name, f"<- {event}")
+            world.note(self.name, event)
         try:
             actions = self.core.handle(event, world.now + self.clock)
             self.handled += 1
             if self.handled % self.audit_every == 0:
                 self.core.audit()
-                self._punctual()
+            self._punctual()
+            self._reserved()
         except Violation:
             raise
         except Exception as error:
@@ -153,22 +162,54 @@ class Sidecar:
             world.after(world.respawn, lambda: self._spawn() if self.incarnation == parent else None)
 
     def _punctual(self) -> None:
-        """R5: each room's timer rings no later than the deadline of the phase that it is in."""
+        """R5: each room's timer rings no later than the deadline of its phase, and than the longest that a phase may have."""
         core = self.core
         assert core is not None
+        lim = core.state.limits
+        longest = max(
+            lim.open_timeout, lim.want_timeout, lim.resolve_timeout, lim.push_timeout, lim.credit_timeout, lim.ack_timeout,
+            lim.engine_timeout, 2 * lim.transfer_deadline,
+        )  # fmt: skip
+        latest = core.state.now + longest + 1e-6
         for room in core.state.sends.values():
             due, late = core.sender.deadline(room), room.timer_at
             if late > due[0] + 1e-6:
                 raise Violation(f"node {self.name}: send {room} is due at {due}, its timer rings at {late}")
+            if room.live and late > latest:
+                raise Violation(
+                    f"node {self.name}: send {room} has no deadline within {longest:g} s, its timer rings at {late}: {due}"
+                )
         for receive in core.state.recvs.values():
             due, late = core.receiver.deadline(receive), receive.timer_at
             if late > due[0] + 1e-6:
                 raise Violation(f"node {self.name}: receive {receive} is due at {due}, its timer rings at {late}")
-
+            waits = receive.state in (RecvRoom.RESOLVING, RecvRoom.WANTING) or not core.state.engine.up
+            if receive.live and waits and late > latest:
+                raise Violation(
+                    f"node {self.name}: receive {receive} has no deadline within {longest:g} s, its timer rings at {late}: {due}"
+                )
+        timers = core.state.timers
+        for key in core.state.parked:
+            if ("parked", key) not in timers:
+                raise Violation(f"node {self.name}: the parked want of room {key} waits without a deadline")
         for peer in core.state.peers.values():
+            unsaid = peer.seen < core.state.revision or peer.cut_at is not None
+            if peer.state != peer.LOST and unsaid and ("hello", peer.node) not in timers:
+                raise Violation(f"node {self.name}: peer {peer.node} has not seen our Hello, which is not said again")
             silent = core.state.now - max(peer.heard, peer.since)
             if peer.state != peer.LOST and silent > core.state.limits.stall_deadline + 1e-6:
                 raise Violation(f"node {self.name}: peer {peer.node} is {peer.state}, and silent for {silent:.2f} s")
+
+    def _reserved(self) -> None:
+        """R2: a slot that a WRITE is on its way to, or will be, is nobody else's."""
+        core, engine = self.core, self.engine
+        if core is None or engine is None or not engine.incoming:
+            return
+        info = core.state.engine.info
+        if info is None or info.agent != engine.agent:
+            return
+        for index, generation, why in engine.incoming.values():
+            engine.check_slot(index, generation, why)
 
     def tick(self) -> None:
         self.deliver(events.Tick())
@@ -197,7 +238,7 @@ class Sidecar:
         bodies: dict[tuple[str, int], list[events.ToPeer]] = {}
         for action in actions:
             if world.trace:
-                world.note(self.name, f"-> {action}")
+                world.note(self.name, action)
             match action:
                 case events.ToPeer(node=node, to_incarnation=to):
                     bodies.setdefault((node, to), []).append(action)
@@ -223,11 +264,16 @@ class Sidecar:
                 case events.RoomClosed(room=room, epoch=epoch, sending=sending, reason=reason):
                     key = (f"{self.name}:{self.incarnation}", room, epoch, sending)
                     if key in world.closed:
-                        raise Violation(f"node {self.name}: room {room}/{epoch} (sending={sending}) ended twice: {world.closed[key]}, {reason}")
+                        raise Violation(
+                            f"node {self.name}: room {room}/{epoch} (sending={sending}) ended twice: {world.closed[key]}, {reason}"
+                        )
                     world.closed[key] = reason
                 case events.ForgetPeer() | events.Refuse():
                     continue
-        for (node, to), parts in bodies.items():  # what one event causes for one peer travels in one frame, or in several
+        for (
+            node,
+            to,
+        ), parts in bodies.items():  # what one event causes for one peer travels in one frame, or in several
             size = world.wire.choice((1, 2, 16))
             for i in range(0, len(parts), size):
                 world.network.send(self.name, self.incarnation, node, to, tuple(p.message for p in parts[i : i + size]))
@@ -260,4 +306,6 @@ class Sidecar:
         """The kernel closes the worker's socket."""
         if self.connections.pop(id, None) is not None:
             parent = self.incarnation
-            self.world.after(0.0005, lambda: self.deliver(events.WorkerGone(id, detail)) if self.incarnation == parent else None)
+            self.world.after(
+                0.0005, lambda: self.deliver(events.WorkerGone(id, detail)) if self.incarnation == parent else None
+            )

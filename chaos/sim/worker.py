@@ -20,6 +20,7 @@ from .world import Violation, World
 
 Key = tuple[str, int]
 
+
 @dataclass
 class PushPlan:
     """One push: logical pages of each pool, in planes ``plane0`` …; ``together``: with the same pages as the one before."""
@@ -88,14 +89,18 @@ class VirtualWorker:
             worker.PoolAt(s, n, tuple(worker.PlaneAt(0, p * s.page_bytes * n, s.page_bytes) for p in range(s.planes)))
             for s, n in zip(SPECS, self.num_pages, strict=True)
         )
-        frame = worker.Attach(self.req, worker.WORKER_PROTOCOL, self.engine_id, "both", 1000 + self.life, pools, (1 << 20,))
+        frame = worker.Attach(
+            self.req, worker.WORKER_PROTOCOL, self.engine_id, "both", 1000 + self.life, pools, (1 << 20,)
+        )
         self.id = self.side.connect(self, frame, self.memory)
         if self.id is None:
             self._again()
 
     def _again(self) -> None:
         life = self.life
-        self.world.after(self.world.workload.choice((0.001, 0.02, 0.2)), lambda: self.attach() if life == self.life else None)
+        self.world.after(
+            self.world.workload.choice((0.001, 0.02, 0.2)), lambda: self.attach() if life == self.life else None
+        )
 
     def disconnected(self) -> None:
         """The sidecar is gone or has hung up: every room ends, and no page is touched before we are attached again."""
@@ -230,7 +235,9 @@ class VirtualWorker:
             self.memory.lend_write(pool, table_, f"{task.room}/{task.epoch}")
         self.tasks[(task.room, task.epoch, False)] = task
         self.say(
-            worker.Receive(self._ask("receive", task), task.room, task.epoch, task.source, 0, tuple(table(p) for p in pages))
+            worker.Receive(
+                self._ask("receive", task), task.room, task.epoch, task.source, 0, tuple(table(p) for p in pages)
+            )
         )
 
     def abort(self, room: str, epoch: int) -> None:
@@ -250,7 +257,9 @@ class VirtualWorker:
             for sending in (True, False):
                 task = self.tasks.get((room, epoch, sending))
                 if life == self.life and task is not None and task.aborted and task.taken and not self.silent:
-                    raise Violation(f"{self.engine_id}: room {room}/{epoch} was aborted {self.world.abort_bound:g} s ago and has not ended")
+                    raise Violation(
+                        f"{self.engine_id}: room {room}/{epoch} was aborted {self.world.abort_bound:g} s ago and has not ended"
+                    )
 
         self.world.after(self.world.abort_bound, check)
 
@@ -303,7 +312,11 @@ class VirtualWorker:
                 if self.req % 8 == 0:  # once more under the same id and epoch: it must be refused
                     ask = self._ask("reuse", None)
                     none = tuple(b"" for _ in SPECS)
-                    self.say(worker.Open(ask, room, epoch) if sending else worker.Receive(ask, room, epoch, over.source, 0, none))
+                    self.say(
+                        worker.Open(ask, room, epoch)
+                        if sending
+                        else worker.Receive(ask, room, epoch, over.source, 0, none)
+                    )
             case worker.Matched(room=room, epoch=epoch, sending=sending):
                 self._task(room, epoch, sending, frame)
 

@@ -6,6 +6,7 @@ Owns: the scripts. Must not: know faults; aborts are part of a worker's ordinary
 from __future__ import annotations
 
 import itertools
+import random
 
 from .memory import SPECS
 from .worker import PushPlan, Task, VirtualWorker
@@ -35,7 +36,40 @@ def pushes(world: World, counts: tuple[int, ...]) -> list[PushPlan]:
     return out
 
 
-def room(world: World, name: str, epoch: int, source: VirtualWorker, target: VirtualWorker, when: float, *, clean: bool) -> None:
+def burst(world: World, number: int, source: VirtualWorker, sessions: int, lasts: float) -> None:
+    """``sessions`` rooms of one page, begun and aborted at once: an agent that is killed."""
+    rng = random.Random(f"{world.seed} burst {number}")
+    target = rng.choice(world.workers)
+    who = rng.choice(((source,), (target,), (source, target)))
+    for i in range(sessions):
+        name, counts = f"burst-{number}-{i}", (1, 1)
+        if (name, 0) in world.contents:
+            return
+        world.contents[(name, 0)] = contents(world, counts)
+        send = Task(name, 0, True, counts=counts, pushes=[PushPlan((0, 0), counts, 0, 0, 0.005 * rng.random())])
+        receive = Task(name, 0, False, source.engine_id, counts)
+        world.after(0.01 * rng.random(), lambda send=send: source.open(send))  # type: ignore[misc]
+        world.after(0.01 * rng.random(), lambda receive=receive: target.receive(receive))  # type: ignore[misc]
+        for one in who:
+            world.after(lasts, lambda one=one, name=name: one.abort(name, 0))  # type: ignore[misc]
+
+
+def probe(world: World) -> list[tuple[str, int]]:
+    """When all is calm: one room from each worker to the next, so that each node serves again on both sides."""
+    made = []
+    for number, source in enumerate(world.workers):
+        target = world.workers[(number + 1) % len(world.workers)]
+        name, counts = f"probe-{number}", (1, 1)
+        world.contents[(name, 0)] = contents(world, counts)
+        source.open(Task(name, 0, True, counts=counts, pushes=[PushPlan((0, 0), counts, 0, 0, 0.0)]))
+        target.receive(Task(name, 0, False, source.engine_id, counts))
+        made.append((name, 0))
+    return made
+
+
+def room(
+    world: World, name: str, epoch: int, source: VirtualWorker, target: VirtualWorker, when: float, *, clean: bool
+) -> None:
     """One request: both sides' scripts. ``clean``: nobody aborts or forgets."""
     rng = world.workload
     n = rng.choice((0, 1, 2, 3, 5, 8))

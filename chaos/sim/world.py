@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ class World:
         self.calm = False  # no more faults
         self.pace = 1.0  # how slow engines are in this world
         self.trace = trace
-        self.timeline: list[tuple[float, str, str]] = []
+        self.timeline: list[tuple[float, str, object]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         # One stream for each source of chance: taking away a fault leaves the others' draws as they were.
@@ -61,6 +62,8 @@ class World:
         self.clean: set[tuple[str, int]] = set()  # rooms that their workers neither abort nor forget
         self.abort_bound = 0.0  # seconds from the Ok of an abort to the room's end on that side
         self.closed: dict[tuple[str, str, int, bool], str] = {}  # the same with the node, as RoomClosed said it
+        self.struck: Counter[str] = Counter()  # faults that took effect, by kind
+        self.refused = False  # an engine has refused a peer's metadata, for as long as both live
         self._token = 0
 
     def token(self) -> int:
@@ -76,8 +79,9 @@ class World:
         self.at(self.now + delay, call)
 
     def note(self, who: str, what: object) -> None:
+        """One line of the timeline: a text, or a frame, event or action with its direction (see show.py)."""
         if self.trace:
-            self.timeline.append((self.now, who, str(what)))
+            self.timeline.append((self.now, who, what))
 
     def run(self, until: float) -> None:
         """Let everything happen that is due before ``until``."""

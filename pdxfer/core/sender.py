@@ -160,7 +160,9 @@ class Sender(Patience[SendRoom]):
             elif key not in st.parked:
                 mine = st.parked_by.get(peer.node, 0)
                 if len(st.parked) >= st.limits.park_limit or mine * PARK_SHARE >= st.limits.park_limit:
-                    st.refuse("peer", peer.node, "overloaded", f"{len(st.parked)} wants are parked, {mine} of this peer")
+                    st.refuse(
+                        "peer", peer.node, "overloaded", f"{len(st.parked)} wants are parked, {mine} of this peer"
+                    )
                     return
                 st.park(key, Parked(peer.node, want, st.now))
             return

@@ -4,7 +4,7 @@ without a deadline, nothing is done with wrong bytes, and when the faults stop e
 Each example is one seed of the simulator (pdxfer.chaos.sim): a world of one to three nodes whose workload and faults are
 drawn from it. The invariants are checked after every event. A failing seed replays, with its timeline, by
 
-    python -m pdxfer.chaos.sim --seed N
+    pdxfer chaos replay N
 
 and the failure names the faults that it takes (``--only 0,2``). PDXFER_SIM_SEEDS and PDXFER_SIM_START choose others.
 """
@@ -37,7 +37,7 @@ def test_seeds(block: int) -> None:
         result = run.run(seed, audit_every=2)
         if not result.ok:
             only = ",".join(map(str, run.shrink(seed))) or "none"
-            failed.append(f"{result.violation}\n  python -m pdxfer.chaos.sim --seed {seed} --only {only}")
+            failed.append(f"{result.violation}\n  pdxfer chaos replay {seed} --only {only}")
     assert not failed, "\n".join(failed)
 
 
@@ -172,7 +172,12 @@ class TwoNodes(RuleBasedStateMachine):
         for side in self.net:
             closed = [(a.room, a.epoch, a.sending) for a in side.actions if isinstance(a, events.RoomClosed)]
             assert len(closed) == len(set(closed)), closed
-            ended = [(id, f.room, f.epoch, f.sending) for id, fs in side.frames.items() for f in fs if isinstance(f, worker.RoomEnded)]
+            ended = [
+                (id, f.room, f.epoch, f.sending)
+                for id, fs in side.frames.items()
+                for f in fs
+                if isinstance(f, worker.RoomEnded)
+            ]
             assert len(ended) == len(set(ended)), ended
 
     def teardown(self) -> None:

@@ -1,72 +1,101 @@
-"""Seeded bugs: patches of the product's parts, never branches inside them.
+"""Seeded bugs of the core, for the simulator: each must be caught within some seeds, or an invariant is missing.
 
-``MUTANTS`` maps a name to a context manager that has the bug in force while it is open; the simulator must catch each.
-``BY_SCENARIO`` names those that take an interleaving so rare that a test with that very interleaving stands for the
-simulator: the function in tests/unit/test_core_failures.py that must fail.
+Owns: the bugs and what each is, in words. They are patches of the product's parts, never branches inside them. Must not:
+be imported by the product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from pdxfer.core import events, messages
 from pdxfer.core.ends import Ends
 from pdxfer.core.engines import Engines
 from pdxfer.core.ledger import PageLedger, SlotState
 from pdxfer.core.local import Local
+from pdxfer.core.node import Node
 from pdxfer.core.peers import Peers
 from pdxfer.core.receiver import Receiver
 from pdxfer.core.sender import Sender
 from pdxfer.core.state import State
 from pdxfer.core.workers import Workers
 
-MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {}
+FOR_EVER = 1e6
 
-BY_SCENARIO = {
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    what: str
+    in_force: Callable[[], AbstractContextManager[object]]
+    likely: int | None  # a seed that was seen to catch it; tests try it first
+
+
+MUTANTS: dict[str, Mutant] = {}
+BY_SCENARIO = {  # these take an interleaving so rare that a test of that very interleaving stands for the simulator
     "quarantine_ends_with_the_writers_engine": "test_the_death_of_the_writers_engine_alone_frees_nothing_by_itself",
     "grants_of_a_dead_engine_are_used": "test_a_late_grant_of_a_dead_engine_is_not_used",
     "slot_generation_ignored": "test_a_late_fate_does_not_free_the_slots_next_generation",
     "any_segment_fits_any_grant": "test_a_late_segment_is_not_taken_for_the_slots_next_generation",
 }
+_Bug = Callable[..., Any]
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def replaces(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def replaces(
+    owner: type, method: str, what: str, *, likely: int | None = None, name: str = ""
+) -> Callable[[_Bug], _Bug]:
     """The decorated function, called as ``bug(original, self, …)``, takes the place of a method."""
 
-    def register(bug: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(owner, name)
+    def register(bug: _Bug) -> _Bug:
+        original = getattr(owner, method)
 
         @contextmanager
         def in_force() -> Iterator[None]:
-            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return bug(original, self, *args, **kwargs)
 
-            with patch.object(owner, name, method):
+            with patch.object(owner, method, instead):
                 yield
 
-        MUTANTS[bug.__name__] = in_force
+        mutant = Mutant(name or bug.__name__, what, in_force, likely)
+        MUTANTS[mutant.name] = mutant
         return bug
 
     return register
 
 
-@replaces(Ends, "bury")
+@replaces(
+    Node, "handle", "an ABORT from a peer ends the bootstrap thread, and nobody starts it again: the original wedge"
+)
+def bootstrap_thread_ends_on_abort(original: Any, self: Any, event: Any, now: float) -> Any:
+    dead = getattr(self, "thread_is_dead", False)
+    if dead and isinstance(event, events.PeerSaid | events.PeerCut):
+        event = events.Tick()
+    actions = original(self, event, now)
+    if isinstance(event, events.PeerSaid) and any(
+        isinstance(m, messages.Ended) and m.reason == "aborted" for m in event.body
+    ):
+        self.thread_is_dead = dead = True
+    return [a for a in actions if not isinstance(a, events.ToPeer)] if dead else actions
+
+
+@replaces(Ends, "bury", "the end of a room is not remembered")
 def no_tombstone(original: Any, self: Ends, *args: Any, **kwargs: Any) -> None: ...
 
 
-@replaces(Ends, "bury")
-def early_abort_forgotten(original: Any, self: Ends, key: Any, reason: str, detail: str, *, early: bool = False) -> None:
+@replaces(Ends, "bury", "an abort that comes before its room is forgotten", likely=114)
+def early_abort_forgotten(
+    original: Any, self: Ends, key: Any, reason: str, detail: str, *, early: bool = False
+) -> None:
     if not early:
         original(self, key, reason, detail)
 
 
-@replaces(Ends, "_quarantine")
+@replaces(Ends, "_quarantine", "a receive slot is free as soon as its room has ended, whoever may still write into it")
 def slot_freed_on_release(original: Any, self: Ends, room: Any) -> None:
     st = self.state
     for index in room.outstanding.values():
@@ -77,47 +106,53 @@ def slot_freed_on_release(original: Any, self: Ends, room: Any) -> None:
     room.outstanding.clear()
 
 
-@replaces(Ends, "doubt")
+@replaces(Ends, "doubt", "a send slot is free as soon as its room has ended, though the WRITE still reads it")
 def send_slot_freed_on_release(original: Any, self: Ends, id: int) -> None:
     original(self, id)
     st = self.state
     st.engine.send.move(st.engine.send.all[st.jobs[id].slot], SlotState.FREE, st.now)
 
 
-@replaces(Ends, "settle")
+@replaces(Ends, "settle", "pages go home while a gather, scatter or copy still touches them")
 def pages_home_before_the_copy_ended(original: Any, self: Ends, room: Any) -> None:
     jobs, room.jobs = room.jobs, set()
     original(self, room)
     room.jobs = jobs
 
 
-@replaces(Ends, "settle")
+@replaces(Ends, "settle", "duplicate completion: the end of a room is told twice")
 def end_reported_twice(original: Any, self: Ends, room: Any) -> None:
     before = len(self.state.out)
     original(self, room)
     self.state.out += [a for a in self.state.out[before:] if type(a).__name__ in ("ToWorker", "RoomClosed")]
 
 
-@replaces(State, "again")
+@replaces(State, "again", "nothing is said a second time")
 def retransmission_off(original: Any, self: State, room: Any) -> None: ...
 
 
-@replaces(Ends, "repeat")
+@replaces(Ends, "repeat", "the end of a room is told to the peer once, acknowledged or not")
 def end_said_once(original: Any, self: Ends, node: str, key: Any) -> None:
     self.closing.pop((node, key), None)
 
 
-@replaces(Ends, "on_ended")
+@replaces(Ends, "on_ended", "an ABORT from a peer does nothing")
 def abort_of_a_peer_unhandled(original: Any, self: Ends, peer: Any, message: Any) -> None: ...
 
 
-@replaces(Workers, "_abort")
+@replaces(Workers, "_abort", "a worker's abort does nothing")
 def abort_of_a_worker_unhandled(original: Any, self: Workers, owner: Any, key: Any, detail: str) -> Any:
-    return nothing
+    return _nothing
 
 
-@replaces(Peers, "on_hello")
-def quarantine_ends_with_the_writers_engine(original: Any, self: Peers, node: str, incarnation: int, message: Any) -> Any:
+@replaces(
+    Peers,
+    "on_hello",
+    "quarantine ignored on a new incarnation: a new engine of the writer's node frees its slots unasked",
+)
+def quarantine_ends_with_the_writers_engine(
+    original: Any, self: Peers, node: str, incarnation: int, message: Any
+) -> Any:
     peer = self.state.peers.get(node)
     old = peer.engine if peer is not None else None
     out = original(self, node, incarnation, message)
@@ -126,25 +161,25 @@ def quarantine_ends_with_the_writers_engine(original: Any, self: Peers, node: st
     return out
 
 
-@replaces(Receiver, "inquire")
+@replaces(Receiver, "inquire", "the writer of a quarantined slot is never asked whether it is finished")
 def quarantine_is_never_asked_about(original: Any, self: Receiver) -> None:
     self.state.timers.set(("quarantine",), self.state.now + 1.0)
 
 
-@replaces(Sender, "query")
+@replaces(Sender, "query", "a writer that is asked says that it is finished, though its WRITE is under way")
 def every_slot_is_said_to_be_free(original: Any, self: Sender, peer: Any, query: Any) -> None:
     jobs, self.state.jobs = self.state.jobs, {}
     original(self, peer, query)
     self.state.jobs = jobs
 
 
-@replaces(PageLedger, "give_back")
+@replaces(PageLedger, "give_back", "a pushed page goes home without the ledger")
 def ledger_move_forgotten(original: Any, self: PageLedger, worker: int, tables: Any, room: int, *, write: bool) -> None:
     if write:
         original(self, worker, tables, room, write=write)
 
 
-@replaces(Sender, "pushed")
+@replaces(Sender, "pushed", "pushed pages are released once all their copies were posted")
 def pages_released_before_the_gather(original: Any, self: Sender, room: Any) -> None:
     original(self, room)
     for push in room.pushes:
@@ -152,11 +187,11 @@ def pages_released_before_the_gather(original: Any, self: Sender, room: Any) -> 
             self.ends.push_home(room, push, told=True)
 
 
-@replaces(Receiver, "_answer_dead")
+@replaces(Receiver, "_answer_dead", "the receiver's Done is not repeated to a sender that missed it", likely=185)
 def done_is_said_once(original: Any, self: Receiver, peer: Any, room: str, epoch: int) -> None: ...
 
 
-@replaces(Receiver, "complete")
+@replaces(Receiver, "complete", "a receive is done when the sender has finished, whatever has arrived")
 def done_without_counting(original: Any, self: Receiver, room: Any) -> Any:
     if room.finish is not None and room.below < room.finish:
         room.below = room.finish
@@ -164,7 +199,7 @@ def done_without_counting(original: Any, self: Receiver, room: Any) -> Any:
     return original(self, room)
 
 
-@replaces(Workers, "answer_attach")
+@replaces(Workers, "answer_attach", "a worker attaches again while its last life's pages are still touched", likely=102)
 def attached_while_its_last_life_lingers(original: Any, self: Workers, owner: Any) -> None:
     gone = [w for w in self.state.workers.values() if w.gone]
     for w in gone:
@@ -174,13 +209,13 @@ def attached_while_its_last_life_lingers(original: Any, self: Workers, owner: An
         w.gone = True
 
 
-@replaces(Engines, "lost")
+@replaces(Engines, "lost", "the death of the engine ends no room")
 def engine_death_ends_nothing(original: Any, self: Engines, event: Any) -> None:
     if self.state.engine.up:
         self.state.engine.info = None
 
 
-@replaces(Local, "copied")
+@replaces(Local, "copied", "a transfer within one node is done before its last copy")
 def local_done_too_early(original: Any, self: Local, id: int, error: str) -> None:
     send = self.state.jobs[id].room
     original(self, id, error)
@@ -191,30 +226,12 @@ def local_done_too_early(original: Any, self: Local, id: int, error: str) -> Non
         self.ends.end(send, "done", "")
 
 
-@replaces(Sender, "deadline")
-def forgotten_pushes_have_no_deadline(original: Any, self: Sender, room: Any) -> Any:
-    when, reason, detail = original(self, room)
-    return (when + 1e6, reason, detail) if reason in ("push_timeout", "room_timeout") else (when, reason, detail)
-
-
-@replaces(Sender, "deadline")
-def unwanted_sends_have_no_deadline(original: Any, self: Sender, room: Any) -> Any:
-    when, reason, detail = original(self, room)
-    return (when + 1e6, reason, detail) if reason == "open_timeout" else (when, reason, detail)
-
-
-@replaces(Receiver, "deadline")
-def wants_have_no_deadline(original: Any, self: Receiver, room: Any) -> Any:
-    when, reason, detail = original(self, room)
-    return (when + 1e6, reason, detail) if reason in ("want_timeout", "registry_unavailable") else (when, reason, detail)
-
-
-@replaces(Peers, "silent")
+@replaces(Peers, "silent", "a silent peer is waited for")
 def lost_peers_are_waited_for(original: Any, self: Peers, node: str) -> None:
     self.state.timers.set(("silent", node), self.state.now + 1.0)
 
 
-@replaces(Sender, "on_grant")
+@replaces(Sender, "on_grant", "a late grant of an engine that is dead is used on its successor")
 def grants_of_a_dead_engine_are_used(original: Any, self: Sender, peer: Any, grant: Any) -> None:
     if peer.engine is not None:
         fields = {f: getattr(grant, f) for f in grant.__struct_fields__} | {"engine": peer.engine.incarnation}
@@ -222,14 +239,14 @@ def grants_of_a_dead_engine_are_used(original: Any, self: Sender, peer: Any, gra
     original(self, peer, grant)
 
 
-@replaces(Receiver, "on_fate")
+@replaces(Receiver, "on_fate", "a late answer about a slot frees its next generation")
 def slot_generation_ignored(original: Any, self: Receiver, peer: Any, fate: Any) -> None:
     slots = self.state.engine.recv.all
     free = tuple((i, slots[i].generation) for i, _ in fate.free if i < len(slots))
     original(self, peer, type(fate)(fate.engine, free))
 
 
-@replaces(Receiver, "landed")
+@replaces(Receiver, "landed", "a late segment is taken for the slot's next generation")
 def any_segment_fits_any_grant(original: Any, self: Receiver, node: str, segment: Any) -> None:
     slots = self.state.engine.recv.all
     if self.state.engine.up and 0 <= segment.slot < len(slots):
@@ -238,9 +255,45 @@ def any_segment_fits_any_grant(original: Any, self: Receiver, node: str, segment
     original(self, node, segment)
 
 
-@replaces(Workers, "lost")
+@replaces(Workers, "lost", "the end of a worker's connection is not noticed")
 def dead_worker_unnoticed(original: Any, self: Workers, event: Any) -> None:
     owner = self.state.workers.get(event.id)
     if owner is not None and self.state.by_engine_id.get(owner.engine_id) is owner:
         del self.state.by_engine_id[owner.engine_id]
         self.state.timers.clear(("worker", owner.id))
+
+
+def _no_deadline(side: type, reason: str, phase: str) -> None:
+    @replaces(
+        side, "deadline", f"{phase} has no deadline ({reason})", name=f"no_deadline_{side.__name__.lower()}_{reason}"
+    )
+    def bug(original: Any, self: Any, room: Any) -> Any:
+        when, why, detail = original(self, room)
+        return (when + FOR_EVER, why, detail) if why in (reason, "room_timeout") else (when, why, detail)
+
+
+_no_deadline(Sender, "open_timeout", "a send that nobody wants")
+_no_deadline(Sender, "push_timeout", "a send that its worker has forgotten")
+_no_deadline(Sender, "credit_timeout", "a send without credits")
+_no_deadline(Sender, "ack_timeout", "a send that is not acknowledged")
+_no_deadline(Sender, "engine_unavailable", "a send that waits for an engine")
+_no_deadline(Sender, "transfer_deadline", "a send whose job is under way")
+_no_deadline(Receiver, "registry_unavailable", "a want that the registry does not answer")
+_no_deadline(Receiver, "want_timeout", "a want that the prefill worker does not open")
+_no_deadline(Receiver, "engine_unavailable", "a receive that waits for its engine")
+
+
+@replaces(Node, "_job_overdue", "a posted job has no deadline")
+def no_deadline_of_a_job(original: Any, self: Any, id: int) -> None: ...
+
+
+@replaces(Sender, "unpark", "a want that came before its room is parked for ever")
+def no_deadline_of_a_parked_want(original: Any, self: Any, key: Any) -> None: ...
+
+
+@replaces(Peers, "retry_hello", "a Hello is said once")
+def hello_said_once(original: Any, self: Any, node: str) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
