@@ -114,7 +114,8 @@ def fill(result: Result, scenario: Scenario, seen: Evidence) -> None:
     rows.append(
         Row("abort asked by a worker → its pages reusable", "100 ms at p99", ABORT_WITHIN, aborts, at_p99=True,
             applies=bool(aborts), gate=len(aborts) >= 20,
-            note="" if len(aborts) >= 20 else f"{len(aborts)} aborts: too few for a p99")
+            note=f"{len(aborts)} aborts: too few for a p99" if len(aborts) < 20
+            else "other processes used {:.2f} and {:.2f} cores".format(*seen.others) if max(seen.others) > QUIET else "")
     )  # fmt: skip
     values = [ended(leg, seen) - max(seen.struck, leg.opened) for leg in hit]
     rows.append(

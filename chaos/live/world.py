@@ -315,5 +315,4 @@ class World:
         }
         if self.network is not None:
             tables["admin"] |= {"host": self.network.admin(node), "allow_remote": True}
-            tables["engine"] |= {"devices": self.network.device}
         (self.directory / f"{node}.toml").write_text(toml(tables), encoding="utf-8")

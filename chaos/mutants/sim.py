@@ -22,6 +22,7 @@ from pdxfer.core.peers import Peers
 from pdxfer.core.receiver import Receiver
 from pdxfer.core.sender import Sender
 from pdxfer.core.state import State
+from pdxfer.core.timers import Timers
 from pdxfer.core.workers import Workers
 
 FOR_EVER = 1e6
@@ -226,7 +227,7 @@ def local_done_too_early(original: Any, self: Local, id: int, error: str) -> Non
         self.ends.end(send, "done", "")
 
 
-@replaces(Peers, "silent", "a silent peer is waited for")
+@replaces(Peers, "silent", "a silent peer is waited for", likely=212)
 def lost_peers_are_waited_for(original: Any, self: Peers, node: str) -> None:
     self.state.timers.set(("silent", node), self.state.now + 1.0)
 
@@ -287,12 +288,16 @@ _no_deadline(Receiver, "engine_unavailable", "a receive that waits for its engin
 def no_deadline_of_a_job(original: Any, self: Any, id: int) -> None: ...
 
 
-@replaces(Sender, "unpark", "a want that came before its room is parked for ever")
-def no_deadline_of_a_parked_want(original: Any, self: Any, key: Any) -> None: ...
+@replaces(Timers, "set", "a want that came before its room is parked without a deadline")
+def no_deadline_of_a_parked_want(original: Any, self: Any, key: Any, when: float) -> None:
+    if key[0] != "parked":
+        original(self, key, when)
 
 
-@replaces(Peers, "retry_hello", "a Hello is said once")
-def hello_said_once(original: Any, self: Any, node: str) -> None: ...
+@replaces(Timers, "set", "a Hello is said once, whether it was heard or not")
+def hello_said_once(original: Any, self: Any, key: Any, when: float) -> None:
+    if key[0] != "hello":
+        original(self, key, when)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

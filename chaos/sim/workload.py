@@ -54,12 +54,12 @@ def burst(world: World, number: int, source: VirtualWorker, sessions: int, lasts
             world.after(lasts, lambda one=one, name=name: one.abort(name, 0))  # type: ignore[misc]
 
 
-def probe(world: World) -> list[tuple[str, int]]:
+def probe(world: World, attempt: int) -> list[tuple[str, int]]:
     """When all is calm: one room from each worker to the next, so that each node serves again on both sides."""
     made = []
     for number, source in enumerate(world.workers):
         target = world.workers[(number + 1) % len(world.workers)]
-        name, counts = f"probe-{number}", (1, 1)
+        name, counts = f"probe-{attempt}-{number}", (1, 1)
         world.contents[(name, 0)] = contents(world, counts)
         source.open(Task(name, 0, True, counts=counts, pushes=[PushPlan((0, 0), counts, 0, 0, 0.0)]))
         target.receive(Task(name, 0, False, source.engine_id, counts))
