@@ -155,7 +155,9 @@ def serves(world: World) -> None:
             break
         world.run(world.now + LIMITS.open_timeout)
     for key in left:
-        if world.refused and world.ends.get(key) == "metadata_refused":
+        nodes = [side.core for side in world.sidecars.values() if side.core is not None]
+        fatal = any(n >= 3 for node in nodes for n in node.state.fatal_agents.values())
+        if (world.refused or fatal) and world.ends.get(key) == "metadata_refused":
             continue
         raise Violation(
             f"after calm, room {key} did not end done within {SERVE:g} s but {world.ends.get(key, 'not at all')}"

@@ -142,10 +142,11 @@ class Peers:
         """Show that we hold its Hello; give ours if it may lack it."""
         st = self.state
         assert peer.hello is not None
-        if (
-            peer.seen < st.revision and st.now >= peer.hello_at + st.limits.retry_first
-        ):  # else Hello answers Hello for ever
+        again = peer.hello_at + st.limits.retry_first  # not sooner, or Hello answers Hello for ever
+        if peer.seen < st.revision and st.now >= again:
             self._say_hello(peer)
+        elif peer.seen < st.revision and ("hello", peer.node) not in st.timers:
+            st.timers.set(("hello", peer.node), again)
         st.to_peer(peer.node, Heartbeat(st.revision, peer.hello.revision))
 
     def resume(self, peer: Peer) -> None:
@@ -262,8 +263,13 @@ class Peers:
 
     def _restarted(self, peer: Peer, detail: str) -> None:
         """A new incarnation: the old one is dead, and its engine with it; it holds the lock that the old one held."""
-        self._end_rooms(peer, "peer_restarted", detail, tell=False)
+        st = self.state
+        rooms = [st.recvs.get((key[0], key[1])) for key in peer.rooms if not key[2]]
+        waiting = [room for room in rooms if room is not None and room.state == RecvRoom.WANTING]
         self.ends.forget_peer(peer.node)
+        self._end_rooms(peer, "peer_restarted", detail, tell=False)
+        for room in waiting:  # its send may have been opened in the new incarnation: it, too, ends now
+            self.ends.tell(peer.node, room.key, "peer_restarted", detail)
         if peer.engine is not None:
             self._remove_agent(peer.engine.agent)
         self.receiver.writers_gone(peer.node)

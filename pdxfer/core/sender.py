@@ -23,6 +23,7 @@ from .worker import Matched
 if TYPE_CHECKING:
     from .local import Local
 
+FATAL: Final = 3  # engines that died while they were adding an agent, before it is taken for the cause
 PARK_SHARE: Final = 4  # of the wants that may be parked, one peer may have a quarter
 
 
@@ -263,7 +264,7 @@ class Sender(Patience[SendRoom]):
         st = self.state
         if agent not in st.engine.agents:
             assert peer.engine is not None
-            if st.fatal_agents.get(agent, 0) >= 2:
+            if st.fatal_agents.get(agent, 0) >= FATAL:
                 st.engine.agents[agent] = f"its metadata is taken for what killed {st.fatal_agents[agent]} engines here"
                 return
             st.engine.agents[agent] = "adding"

@@ -652,3 +652,22 @@ def test_shutdown_without_an_engine() -> None:
     net.settle()
     assert d.end("decode").reason == "shutdown"
     assert "p" not in d.node.state.peers
+
+
+def test_a_want_that_met_a_restarted_peer_ends_its_send_too() -> None:
+    """The send was opened in the new incarnation, of which the receiver had not heard: neither side may wait for the other."""
+    net, p, d = pair()
+    d.receive("decode", "prefill", table(0), table(0), room="before")
+    net.deaf |= {("p", "d"), ("d", "p")}
+    d.receive("decode", "prefill", table(1), table(1))
+    said = p.node.peers.hello()
+    fresh = messages.Hello(2, 1, said.address, said.release, None)
+    actions = d.handle(events.PeerSaid("p", 2, 0, (fresh,)))
+    assert {e.reason for e in d.ends("decode")} == {"peer_restarted"}
+    told = [a for a in actions if isinstance(a, events.ToPeer) and isinstance(a.message, messages.Ended)]
+    assert {a.message.room for a in told} == {"before", "r"}
+    net.now += 0.2
+    again = [
+        a for a in d.handle(events.Tick()) if isinstance(a, events.ToPeer) and isinstance(a.message, messages.Ended)
+    ]
+    assert {(a.message.room, a.to_incarnation) for a in again} == {("before", 2), ("r", 2)}

@@ -126,19 +126,19 @@ def test_explanations_and_pools_have_a_limit() -> None:
             messages.decode(frame(message))
 
 
-def test_a_peer_whose_metadata_kills_the_engine_is_not_loaded_a_third_time() -> None:
+def test_a_peer_whose_metadata_kills_the_engine_is_not_loaded_for_ever() -> None:
     _, p, d = pair()
     p.hold.add(jobs.AddPeer)
-    for n in range(4):
+    for n in range(5):
         d.receive("decode", "prefill", table(0), table(0), room=f"r{n}")
         p.open("prefill", room=f"r{n}")
         p.push("prefill", table(0), table(0), room=f"r{n}")
-        if n < 2:
+        if n < 3:
             assert [j for j in p.held if isinstance(j, jobs.AddPeer)], "it was being added"
             p.kill_engine()
             p.start_engine()
     added = [j for j in p.jobs if isinstance(j, jobs.AddPeer)]
-    assert len(added) == 2
+    assert len(added) == 3
     assert {e.reason for e in p.ends("prefill")} >= {"metadata_refused"}
     assert home(p, d)
 
