@@ -123,7 +123,7 @@ async def _follow(world: World, outcome: Outcome, struck: float, wait: float) ->
     ends = {leg.key: leg.ended for leg in read_legs(world.records(PREFILL, DECODE)) if leg.key in hit}
     outcome.open = sum(at == NEVER for at in ends.values())
     if not outcome.open:
-        outcome.terminal = max(ends.values()) - struck
+        outcome.terminal = max(ends.values(), default=struck) - struck
     probe = await world.agent(PREFILL, DECODE, PROBE_SESSIONS, PROBE, "probe")
     left = max(8.0, wait - (time.monotonic() - struck))
     if await world.manager.wait_exit(probe, left) is None:
