@@ -212,7 +212,7 @@ def test_many_descriptors_in_one_frame() -> None:
         pools = [pool_of(4096, 1, name=f"p{i}") for i in range(300)]
         before = len(os.listdir("/proc/self/fd"))
         assert await e.map(1, *pools) == ""
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         await close(e)
 
     asyncio.run(main())
