@@ -100,11 +100,16 @@ class AdminService:
         return (self._settings.host, self._port)
 
     def start(self) -> None:
-        """Bind and serve. Raises OSError when the address is taken."""
+        """Bind and serve. Raises OSError when the address is taken, RuntimeError when there is no thread for it."""
         self._server = _Server((self._settings.host, self._port), self._settings, self._backend, self._loop)
         self._port = self._server.server_address[1]  # a restart takes the same port again
         self._thread = threading.Thread(target=self._serve, args=(self._server,), name="admin", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # nobody serves, so ``stop`` must not wait until it has ended
+            self._thread = None
+            self._server.server_close()
+            raise
 
     def _serve(self, server: _Server) -> None:
         try:
@@ -250,10 +255,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, method: str) -> None:
         server = cast(_Server, self.server)
-        path = urlsplit(self.path).path
-        route = _ROUTES.get(path)
+        path = self.path
         try:
             self._check_host(server.settings)
+            path = self._path()
+            route = _ROUTES.get(path)
             if route is None:
                 raise _bad(404, f"no such path {path[:100]!r}; there are {', '.join(sorted(_ROUTES))}")
             if route[0] != method:
@@ -272,10 +278,19 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(status, "application/json", json.dumps(content, default=str).encode() + b"\n")
 
+    def _path(self) -> str:
+        try:
+            return urlsplit(self.path).path
+        except ValueError as error:
+            raise _bad(400, f"the path is {self.path[:100]!r}, expected one like /status: {error}") from None
+
     def _check_host(self, settings: AdminSettings) -> None:
         """A page in a browser on this host must not reach us under a name of its own (DNS rebinding)."""
         host = self.headers.get("Host", "")
-        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError as error:
+            raise _bad(400, f"Host is {host[:100]!r}, expected a name or an address: {error}") from None
         if host and not settings.allow_remote and not is_loopback(name):
             raise _bad(421, f"Host is {host[:100]!r}, expected a loopback address")
 

@@ -20,7 +20,7 @@ FAILED = 1  # the command ran and its answer is no
 USAGE = 2  # wrong arguments or configuration
 UNAVAILABLE = 69  # a dependency is missing, for example NIXL
 INTERNAL = 70  # a defect, or a restart budget that is used up
-BUSY = 75  # the runtime directory or a port is taken
+BUSY = 75  # the runtime directory or a port is taken, or the host is short of something: later it may do
 
 EXIT_CODES = """
 \b
@@ -30,7 +30,7 @@ Exit codes:
    2  wrong arguments or configuration
   69  a dependency is missing (nixl, pyzmq)
   70  a restart budget is used up, or a defect
-  75  the runtime directory or a port is taken
+  75  the runtime directory or a port is taken, or the host is short of files, space, memory or threads
 """
 
 

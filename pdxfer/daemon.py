@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import __version__, config, logs
+from . import __version__, config, logs, shortage
 from .admin import AdminService
 from .bootstrap.keys import BadKeyFile
 from .cli import BUSY, INTERNAL, OK, UNAVAILABLE, USAGE
@@ -46,28 +46,63 @@ class StartError(Exception):
         self.exit_code = exit_code
 
 
+_TOLD = (StartError, RuntimeDirBusy, RuntimeDirError)  # whose words are for people
+
+
 def run(effective: Effective, reload: Callable[[], Effective]) -> int:
     """Run until a signal or a failure; returns the exit code."""
     settings = effective.config
     logs.set_up(settings.node.name, settings.log.level, settings.log.json)
+    daemon: Daemon | None = None
     try:
         _be_prompt()
         _raise_descriptor_limit()
-        return asyncio.run(Daemon(effective, reload).run())
-    except (RuntimeDirBusy, RuntimeDirError, StartError) as error:
-        code = (
-            error.exit_code if isinstance(error, StartError) else BUSY if isinstance(error, RuntimeDirBusy) else USAGE
-        )
-        log.critical("cannot start: %s", error)
-        return code
-    except Exception:
-        log.exception("a defect ended the daemon; report it with this traceback")
+        daemon = Daemon(effective, reload)
+        return asyncio.run(daemon.run())
+    except Exception as error:  # noqa: BLE001 - logged there, with its traceback if it is a defect
+        return _failed(error, daemon)
+
+
+def _failed(error: Exception, daemon: Daemon | None) -> int:
+    """Say why it ends, and return the exit code: a line for what the world did, a traceback for a defect."""
+    found = _judged(error)
+    if found is None:
+        log.error("a defect ended the daemon; report it with this traceback", exc_info=error)
         return INTERNAL
+    if daemon is not None and daemon.ended is not None:
+        log.warning("after the end, and without effect: %s", found[0])
+        return daemon.ended
+    # The first is the cause, since the end of a start that failed may fail as well. One that would block mostly says
+    # nothing but that a socket was empty.
+    causes = [c for c in shortage.chain(error, _TOLD) if not isinstance(c, BlockingIOError)]
+    found = next((judged for cause in causes if (judged := _judged(cause))), found)
+    details = error if log.isEnabledFor(logging.DEBUG) and not isinstance(error, _TOLD) else None
+    began = "the shutdown was cut short" if daemon is not None and daemon.started else "cannot start"
+    log.critical("%s: %s", began, found[0], exc_info=details)
+    return found[1]
+
+
+def _judged(error: BaseException) -> tuple[str, int] | None:
+    """What the world did, in words, and the exit code for it. None: a defect."""
+    if isinstance(error, StartError):
+        return str(error), error.exit_code
+    if isinstance(error, RuntimeDirBusy):
+        return str(error), BUSY
+    if isinstance(error, RuntimeDirError):
+        return str(error), BUSY if error.passes else USAGE
+    short = shortage.of(error)
+    return None if short is None else (short.words, BUSY if short.passes else USAGE)
 
 
 def _raise_descriptor_limit() -> None:
     """Each peer takes about four descriptors and each worker as many as its pools: what the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < shortage.LEAST_DESCRIPTORS:
+        raise StartError(
+            f"open files: expected a limit of at least {shortage.LEAST_DESCRIPTORS}, found {hard}; raise it (ulimit -n,"
+            " LimitNOFILE=): a peer takes about four, a worker one and one for each pool",
+            USAGE,
+        )
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         log.info("descriptor limit raised from %d to the hard limit, %d", soft, hard)
@@ -101,16 +136,21 @@ class Daemon:
         self._workers_up = False
         self._exit_code = OK
         self._failure = ""  # why the daemon gives up, when it does
+        self.started = False
+        self.ended: int | None = None  # the exit code, once everything is closed
 
     async def run(self) -> int:
         """Everything from the lock to the last goodbye; returns the exit code."""
         settings = self._settings
         self._runtime.acquire(settings.node.name)
+        # The pool's first thread stays: the end of everything needs one, and may find none then.
+        await asyncio.to_thread(time.monotonic)
         try:
             await self._runtime.own_engines(patience=15.0, kill_after=2.0)
             self._wire()
             try:
                 await self._start()
+                self.started = True
                 await self._stop.wait()
                 self._notify.say("STOPPING=1")
                 if not self._failure:
@@ -123,6 +163,7 @@ class Daemon:
             log.critical("exit code %d: %s", self._exit_code, self._failure)
         else:
             log.info("stopped")
+        self.ended = self._exit_code
         return self._exit_code
 
     # start ---------------------------------------------------------------------------------------------------------
@@ -188,7 +229,8 @@ class Daemon:
         try:
             await self.workers.start()
         except (SocketInUse, OSError) as error:
-            raise StartError(f"worker.socket: {error}", BUSY) from None
+            short = shortage.of(error)
+            raise StartError(f"worker.socket: {error if short is None else short.words}", BUSY) from error
         self._workers_up = True
         await self.engine.restart()
         self.supervisor.start()
@@ -202,6 +244,9 @@ class Daemon:
         try:
             start()
         except OSError as error:
+            short = shortage.of(error)
+            if short is not None:
+                raise StartError(f"{part} cannot listen on {where}: {short.words}", BUSY) from error
             raise StartError(
                 f"{part} cannot listen on {where}: {error.strerror or error}; choose another port", BUSY
             ) from None

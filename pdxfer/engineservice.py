@@ -42,7 +42,7 @@ class EngineService:
 
     async def restart(self) -> None:
         self._ready, self._why = False, ""
-        await self._child.start(self._node, self._parent, self._runtime.next_incarnation())
+        await self._child.start(self._node, self._parent, self._runtime.respawn_incarnation())
         if self._child.pid is not None:
             self._runtime.note_engine(self._child.pid)
 

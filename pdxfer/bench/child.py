@@ -45,8 +45,20 @@ class Child:
         self._process.start()
         theirs.close()
 
+    @property
+    def state(self) -> str:
+        """For the error of somebody who talks to it."""
+        if self._process.is_alive():
+            return f"{self.name} lives, pid {self._process.pid}"
+        return f"{self.name} died: {_status(self._process.exitcode)}"
+
     def tell(self, order: Any) -> None:
-        self._pipe.send(order)
+        """Raises BenchError when it is dead, with its last words if it had any."""
+        try:
+            self._pipe.send(order)
+        except OSError:
+            self.answer(2.0)
+            raise BenchError(f"{self.name} takes no order") from None
 
     def answer(self, timeout: float) -> Any:
         """Its next answer. Raises BenchError when it fails, dies, or takes longer."""
@@ -56,7 +68,7 @@ class Child:
             found = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(2.0)
-            raise BenchError(f"{self.name} died: exit status {self._process.exitcode}") from None
+            raise BenchError(f"{self.name} died: {_status(self._process.exitcode)}") from None
         if isinstance(found, Failure):
             raise BenchError(f"{self.name}: {found.text}")
         return found
@@ -86,8 +98,29 @@ def _run(pipe: Connection, entry: Entry, arguments: tuple[Any, ...], environment
     except (BenchError, PdxferError, Refused) as error:
         status = 1
         pipe.send(Failure(str(error)))
-    except Exception:  # noqa: BLE001 - a defect: told to the bench, which raises it there
+    except Exception as error:  # noqa: BLE001 - of the host, or a defect: told to the bench, which raises it there
         status = 1
-        pipe.send(Failure(traceback.format_exc()))
+        if os.environ.get("PDXFER_LOG_LEVEL") == "debug":
+            traceback.print_exc()
+        pipe.send(Failure(_words(error)))
     finally:
         os._exit(status)  # NIXL crashes in the interpreter's orderly exit
+
+
+def _words(error: Exception) -> str:
+    """One line: what, and where in our code. The traceback is for PDXFER_LOG_LEVEL=debug."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is _run's
+    ours = [f for f in frames if f"{os.sep}pdxfer{os.sep}bench{os.sep}" in f.filename] or frames
+    where = f" (at {os.path.basename(ours[-1].filename)}:{ours[-1].lineno})" if ours else ""
+    return (
+        f"{type(error).__name__}: {' '.join(str(error).split()) or 'it says no more'}{where};"
+        " PDXFER_LOG_LEVEL=debug shows the traceback"
+    )
+
+
+def _status(code: int | None) -> str:
+    if code is None:
+        return "its exit status is not known"
+    if code < 0:
+        return f"signal {-code}; 9 may be the kernel short of memory, 11 a crash in native code"
+    return f"exit status {code}"

@@ -14,6 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
@@ -57,7 +59,37 @@ class Hello(NamedTuple):
 
 
 def target(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
-    """The target's process: it polls, or NIXL over tcp makes no progress."""
+    """The target's process. Raises BenchError with what NIXL says."""
+    with _in_words():
+        _serve(pipe, case, source, mine)
+
+
+def initiator(pipe: Connection, case: Case, mine: Memory, theirs: Memory, hello: Hello) -> None:
+    """The initiator's process. Raises BenchError with what NIXL says."""
+    with _in_words():
+        _initiate(pipe, case, mine, theirs, hello)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """NIXL's exceptions have a class for each status and no base but Exception: what they say, and what can be done."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("nixl"):
+            raise
+        if "DISCONNECT" in str(error):
+            advice = (
+                "initiator and target lost their connection, as when one of them gets no processor for seconds: run it again"
+                " on a quieter machine, with fewer rooms at a time (--concurrency), or with another transport (--tls)"
+            )
+        else:
+            advice = "run it again with another transport (--tls); `pdxfer doctor` says whether NIXL works here"
+        raise BenchError(f"NIXL raises {type(error).__name__}: {' '.join(str(error).split())}; {advice}") from error
+
+
+def _serve(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
+    """It polls, or NIXL over tcp makes no progress."""
     agent, memory = _agent("target", mine)
     compared = _map(source)
     pipe.send(Hello(agent.get_agent_metadata(), memory.ctypes.data))
@@ -78,8 +110,7 @@ def target(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
             pipe.send("ready")
 
 
-def initiator(pipe: Connection, case: Case, mine: Memory, theirs: Memory, hello: Hello) -> None:
-    """The initiator's process."""
+def _initiate(pipe: Connection, case: Case, mine: Memory, theirs: Memory, hello: Hello) -> None:
     agent, memory = _agent("initiator", mine)
     agent.add_remote_agent(hello.metadata)
     here, there = memory.ctypes.data, hello.address

@@ -217,19 +217,28 @@ class _Measurement:
         self.outcome.parts = _parts(before, {node: self.sidecars.counters(node) for node in "pd"})
 
     def _batch(self, way: str, lanes: int, count: int, pages: int, into: Rounds) -> None:
-        """Run one."""
+        """Run one. Raises BenchError that says which it was, and which of its processes live."""
         self.serial += 1
         batch = Batch(f"{self.name}-{self.serial}", lanes, rooms_each(count, lanes), pages)
-        if way == "pdxfer":
-            self._rooms(batch, into)
-            return
+        pair = (self.prefill, self.decode) if way == "pdxfer" else (self.target, self.initiator)
+        try:
+            if way == "pdxfer":
+                self._rooms(batch, into)
+            else:
+                self._plain(way, batch, into)
+        except BenchError as error:
+            what = way if way == "pdxfer" else f"plain NIXL, {way}"
+            states = ", ".join(child.state for child in pair)
+            raise BenchError(f"{what}, {lanes} at a time, {self._title()}: {error} ({states})") from error
+
+    def _plain(self, way: str, batch: Batch, into: Rounds) -> None:
         order = plain.Order(batch, way == WAYS[2])
         self.target.ask(order, PATIENCE)
         measured: plain.Measured = self.initiator.ask(order, PATIENCE)
         wrong = self.target.ask(plain.Check(order), PATIENCE)
         if wrong:
-            raise BenchError(f"plain NIXL, {way}: {wrong} transfers are not at the target as they are at the source")
-        self.outcome.transfers_checked += lanes
+            raise BenchError(f"{wrong} transfers are not at the target as they are at the source")
+        self.outcome.transfers_checked += batch.lanes
         into.add(measured.seconds, measured.each)
 
     def _rooms(self, batch: Batch, into: Rounds) -> None:

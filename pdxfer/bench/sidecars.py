@@ -19,6 +19,7 @@ from typing import Any
 from pdxfer.bootstrap import keys
 from pdxfer.demo.processes import Manager, Spec
 
+from .child import BenchError
 from .rooms import PREFILL
 
 START = 60.0  # seconds
@@ -83,13 +84,27 @@ class Sidecars:
 
     def processor_seconds(self) -> tuple[float, float]:
         """What the two parents have used so far, and the two engines. Blocks."""
-        statuses = [self._ask(node, "/status") for node in "pd"]
-        parents = sum(_processor_seconds(status["pid"]) for status in statuses)
-        return parents, sum(_processor_seconds(status["engine"]["pid"]) for status in statuses)
+        statuses = [self._answer(node) for node in "pd"]
+        try:
+            parents = sum(_processor_seconds(status["pid"]) for status in statuses)
+            return parents, sum(_processor_seconds(status["engine"]["pid"]) for status in statuses)
+        except OSError as error:
+            raise BenchError(f"a sidecar or its engine is gone ({error}); {self._last_words('pd')}") from None
+
+    def _answer(self, node: str) -> dict[str, Any]:
+        try:
+            return self._ask(node, "/status")
+        except (OSError, ValueError) as error:
+            raise BenchError(f"sidecar {node} does not answer: {error}; {self._last_words(node)}") from None
+
+    def _last_words(self, nodes: str) -> str:
+        """The logs go with the bench, so their last lines are told."""
+        lines = [(node, self.manager[f"sidecar {node}"].tail(1)) for node in nodes]
+        return "; ".join(f"{node}'s log ends with: {line[-1].strip() if line else 'nothing'}" for node, line in lines)
 
     def counters(self, node: str) -> dict[str, float]:
         """The totals of a node's engine, of a second ago at most. Blocks."""
-        found: dict[str, float] = self._ask(node, "/status")["engine"]["counters"]
+        found: dict[str, float] = self._answer(node)["engine"]["counters"]
         return found
 
     async def close(self) -> list[str]:

@@ -115,6 +115,10 @@ def bench(
         raise Failure(str(error), FAILED) from None
     except KeyboardInterrupt:
         raise Failure("ended by ^C; every process is gone", 130) from None
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n", encoding="utf-8")
     report.show(result, console)
+    if json_file is not None:
+        try:
+            json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            message = f"--json {json_file} cannot be written: {error.strerror}; the figures are above"
+            raise Failure(message, FAILED) from None

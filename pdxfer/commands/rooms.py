@@ -6,12 +6,15 @@ import json
 
 import click
 
+from ..core.snapshot import RECV_STATES, SEND_STATES
 from . import _admin
+
+_STATES = tuple(dict.fromkeys((*SEND_STATES, *RECV_STATES)))
 
 
 @click.command(epilog="Example: pdxfer rooms --side send --older-than 5")
 @click.option("--side", type=click.Choice(["send", "receive"]), help="Only this side.")
-@click.option("--state", help="Only rooms in this state.")
+@click.option("--state", type=click.Choice(_STATES), help="Only rooms in this state.")
 @click.option("--older-than", type=float, default=0.0, metavar="SECONDS", help="Only rooms of at least this age.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_admin.options

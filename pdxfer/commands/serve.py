@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from .. import config as configuration
-from ..cli import EXIT_CODES, UNAVAILABLE, Failure
+from .. import shortage
+from ..cli import BUSY, EXIT_CODES, UNAVAILABLE, Failure
 from ._admin import load_config
 
 
@@ -59,7 +60,13 @@ def serve(config_file: str | None, print_config: bool, **flags: Any) -> None:
         click.echo(configuration.render(effective), nl=False)
         return
     _check_dependencies()
-    from .. import daemon
+    try:
+        from .. import daemon
+    except (MemoryError, OSError, ImportError) as error:
+        short = shortage.of(error)
+        if short is None:
+            raise
+        raise Failure(f"cannot start: the sidecar's own code cannot be loaded: {short.words}", BUSY) from None
 
     sys.exit(daemon.run(effective, lambda: configuration.load(config_file, flags=given)))
 

@@ -82,6 +82,73 @@ def test_a_taken_admin_port_is_named(make: Make) -> None:
     assert "Traceback" not in p.said()
 
 
+LIMIT = "import resource as r; r.setrlimit(r.RLIMIT_{}, ({}, {}))"
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "code", "words"),
+    [
+        ("NOFILE", 20, 2, "open files: expected a limit of at least 64, found 20"),
+        ("FSIZE", 0, 2, "File too large: the process may not write files of that size (ulimit -f"),
+    ],
+)
+def test_a_limit_that_is_too_low_is_named(make: Make, limit: str, most: int, code: int, words: str) -> None:
+    p = make(log__level="info")  # its log is a file, which FSIZE would forbid: a pipe
+    said = subprocess.run(
+        [sys.executable, "-c", f"{LIMIT.format(limit, most, most)}\nfrom pdxfer.cli import main\nmain()", "serve",
+         *(f"--{key.replace('.', '-').replace('_', '-')}={value}" for key, value in p.keys.items())],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert said.returncode == code, said.stderr
+    assert words in said.stderr
+    assert len([line for line in said.stderr.splitlines() if "CRITICAL" in line]) == 1
+    assert "Traceback" not in said.stderr
+
+
+NO_THREAD = """
+import threading
+real = threading.Thread.start
+def start(self):
+    if {part!r} in self.name:
+        raise RuntimeError("can't start new thread")
+    real(self)
+threading.Thread.start = start
+"""
+
+
+@pytest.mark.parametrize("part", ["asyncio", "bootstrap", "admin"])
+def test_a_host_without_a_thread_is_named_and_exits_with_75(make: Make, part: str) -> None:
+    p = make(prelude=NO_THREAD.format(part=part), log__level="info").start(wait=False)
+    assert p.wait() == 75
+    assert "cannot start: no thread can be started: allow more threads" in p.said()
+    assert "Traceback" not in p.said()
+
+
+def test_an_engine_is_replaced_though_the_runtime_directory_cannot_be_written(make: Make) -> None:
+    """As on a full disk: nothing of a running sidecar needs it."""
+    p = make(
+        prelude="""
+import errno, os
+real = os.replace
+def replace(a, b):
+    if os.path.exists(os.path.dirname(a) + "/full"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    real(a, b)
+os.replace = replace
+"""
+    ).start()
+    (p.runtime / "full").touch()
+    for _ in range(2):
+        before = p.status()["engine"]
+        os.kill(before["pid"], signal.SIGKILL)
+        until(lambda: p.status()["engine"]["incarnation"] > before["incarnation"], 20, "a new engine")  # noqa: B023
+    p.wait_ready()
+    assert p.said().count("incarnation cannot be written (No space left on device)") == 1
+    assert "the restart failed" not in p.said()
+    p.signal(signal.SIGTERM)
+    assert p.wait() == 0
+
+
 @pytest.mark.parametrize(("module", "advice"), [("nixl", "pdxfer[engine]"), ("zmq", "pyzmq")])
 def test_a_missing_dependency_is_named_and_exits_with_69(make: Make, module: str, advice: str) -> None:
     p = make(prelude=f"import sys; sys.modules[{module!r}] = None").start(wait=False)

@@ -160,6 +160,19 @@ def test_bad_requests(admin: Running) -> None:
     assert admin.ask("GET", "/status", headers={"Host": "evil.example"})[0] == 421
 
 
+@pytest.mark.parametrize("path", ["/livez", "/nosuch"])
+def test_a_host_or_a_path_that_is_none_is_refused_by_name(
+    admin: Running, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, answer = admin.ask("GET", path, headers={"Host": "["})
+    assert (status, answer["error"][:22]) == (400, "Host is '[', expected ")
+    with socket.create_connection(admin.service.address) as raw:
+        raw.sendall(b"GET http://[/livez HTTP/1.0\r\n\r\n")
+        raw.settimeout(5)
+        assert raw.recv(100).split(b"\r\n")[0] == b"HTTP/1.0 400 Bad Request"
+    assert not [r for r in caplog.records if r.exc_info]
+
+
 def test_debug_hooks(admin: Running) -> None:
     assert admin.ask("POST", "/debug/bootstrap", {"inject": "exception"}) == (200, {"injected": "exception"})
     assert admin.ask("POST", "/debug/bootstrap", {"inject": "fire"})[0] == 400

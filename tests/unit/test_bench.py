@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pdxfer.bench import report, run
+from pdxfer.bench import plain, report, run
 from pdxfer.bench.case import Batch, Case, content, rooms_each
 from pdxfer.bench.child import BenchError, Child
+from pdxfer.bench.sidecars import Sidecars
 from pdxfer.cli import cli
 
 CASE = Case(page_bytes=4096, planes=3, pages=5, lanes=4)
@@ -97,10 +101,53 @@ def test_a_child_answers_and_its_error_comes_here() -> None:
     child = Child("the child", _echo, "hello")
     try:
         assert child.answer(30) == "hello"
-        with pytest.raises(BenchError, match=r"(?s)the child: .*ValueError: wrong bytes"):
+        with pytest.raises(BenchError, match=r"^the child: ValueError: wrong bytes \(at test_bench.py:\d+\);[^\n]*$"):
             child.ask("wrong bytes", 30)
+        with pytest.raises(BenchError, match="the child died: exit status 1"):
+            child.ask("more", 30)
+        assert child.state == "the child died: exit status 1"
     finally:
         child.close()
+
+
+class nixlRemoteDisconnectError(Exception):
+    """As NIXL's bindings make it: of no other class."""
+
+
+nixlRemoteDisconnectError.__module__ = "nixl_cu12._bindings"
+
+
+def test_what_plain_nixl_raises_is_one_line_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    monkeypatch.setattr(plain, "_agent", fail)
+    arguments: list[Any] = [None] * 4
+    for side in (plain.target, partial(plain.initiator, hello=plain.Hello(b"", 0))):
+        with pytest.raises(
+            BenchError, match=r"^NIXL raises nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT; .*--tls"
+        ) as caught:
+            side(*arguments)
+        assert "\n" not in str(caught.value)
+
+
+class Dead:
+    def __init__(self, name: str) -> None:
+        self.state = f"{name} died"
+
+    def ask(self, order: object, timeout: float) -> None:
+        raise BenchError("it failed")
+
+    tell = ask
+
+
+def test_a_failure_names_its_measurement_and_its_sides() -> None:
+    measurement = run._Measurement(run.Options(), CASE, 0, cast(Sidecars, None), print)
+    measurement.target, measurement.initiator = cast(Child, Dead("target")), cast(Child, Dead("initiator"))
+    with pytest.raises(
+        BenchError, match=r"^plain NIXL, per page, 4 at a time, pages of 4096 bytes.*: it failed \(target died"
+    ):
+        measurement._batch("per page", 4, 8, 5, run.Rounds())
 
 
 def test_a_child_that_dies_is_an_error_at_once() -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from pdxfer import config
 from pdxfer.cli import COMMANDS, cli
 from pdxfer.core.reasons import ENDS, REFUSALS
+from pdxfer.core.snapshot import RECV_STATES, SEND_STATES
 
 
 def call(*args: str, env: dict[str, str] | None = None) -> Result:
@@ -117,6 +118,14 @@ def test_nobody_there(command: list[str], tmp_path: Path) -> None:
     result = call(*command, env=env)
     assert result.exit_code == 1
     assert "names no live sidecar" in result.output
+
+
+def test_rooms_of_a_state_that_does_not_exist() -> None:
+    result = call("rooms", "--state", "nosuch", "--admin", "127.0.0.1:1")
+    assert result.exit_code == 2
+    for state in (*SEND_STATES, *RECV_STATES):
+        assert f"'{state}'" in result.output
+        assert call("rooms", "--state", state, "--admin", "127.0.0.1:1").exit_code == 1  # nobody there
 
 
 def test_a_bad_admin_address() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
@@ -41,7 +42,72 @@ def test_incarnations_grow_even_when_the_clock_goes_back(tmp_path: Path, monkeyp
     assert runtime.next_incarnation() == first + 1
     assert RuntimeDir(str(tmp_path)).next_incarnation() == first + 2
     (tmp_path / "incarnation").write_text("torn")
-    assert runtime.next_incarnation() == 1000
+    assert RuntimeDir(str(tmp_path)).next_incarnation() == 1000
+    assert runtime.next_incarnation() == first + 2  # it remembers its own
+
+
+def full(*args: object, **more: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_running_sidecar_goes_on_without_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = RuntimeDir(str(tmp_path))
+    runtime.acquire("p")
+    first = runtime.next_incarnation()
+    runtime.note_engine(os.getpid())
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(time, "time_ns", lambda: 1000)
+    assert [runtime.respawn_incarnation() for _ in range(3)] == [first + 1, first + 2, first + 3]
+    (warning,) = [r.getMessage() for r in caplog.records]  # once a minute
+    assert f"{tmp_path / 'incarnation'} cannot be written (No space left on device)" in warning
+    assert "free space in node.runtime_dir" in warning
+    runtime.note_engine(os.getpid())
+    runtime.publish_admin("127.0.0.1", 7970)
+    assert "need --admin 127.0.0.1:7970" in caplog.text
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"lock", "incarnation"}  # no draft, and no pid of an engine that is no more
+    assert int((tmp_path / "incarnation").read_text()) == first
+    monkeypatch.undo()
+    assert int((tmp_path / "incarnation").read_text()) < runtime.respawn_incarnation()
+    runtime.release()
+
+
+@pytest.mark.parametrize(
+    ("number", "passes", "words"), [(errno.ENOSPC, True, "free space"), (errno.EFBIG, False, "ulimit -f")]
+)
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_start_without_disk_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, passes: bool, words: str
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    runtime = RuntimeDir(str(tmp_path))
+    with pytest.raises(RuntimeDirError, match=rf"node.runtime_dir: expected .*{tmp_path}.*{words}") as caught:
+        runtime.acquire("p")
+        runtime.next_incarnation()
+    assert caught.value.passes is passes
+
+
+def test_its_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    runtime = RuntimeDir(str(tmp_path))
+    before = os.umask(0)
+    try:
+        (tmp_path / ".admin.json.new").write_text("")  # left by a crash, with another mode
+        runtime.acquire("p")
+        asyncio.run(runtime.own_engines(patience=1.0, kill_after=1.0))
+        runtime.next_incarnation()
+        runtime.note_engine(os.getpid())
+        runtime.publish_admin("127.0.0.1", 7970)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("lock", "engine.lock", "incarnation", "engine.pid", "admin.json"), "0o600")
+    runtime.release()
 
 
 ORPHAN = "import fcntl, os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
