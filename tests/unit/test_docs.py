@@ -19,6 +19,7 @@ from pdxfer.core.reasons import ENDS, REFUSALS
 from pdxfer.core.snapshot import PEER_STATES, RECV_STATES, SEND_STATES
 from pdxfer.engine.counters import Counters
 from pdxfer.metrics import Metrics
+from pdxfer.probe.paths import PATHS
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
@@ -222,10 +223,15 @@ def test_commands_that_are_shown_exist(document: Path) -> None:
             assert match[1] in targets, f"{document.name}: {line}"
         if match := re.match(r"(?:[A-Z_]+=\S+ )*pdxfer ([a-z]+)(.*)", line):
             assert match[1] in cli.COMMANDS, f"{document.name}: {line}"
-            command = [match[1], *re.findall(r"^ ([a-z]+)", match[2])] if match[1] == "chaos" else [match[1]]
+            command = [match[1], *re.findall(r"^ ([a-z]+)", match[2])] if match[1] in ("chaos", "probe") else [match[1]]
             help_text = CliRunner().invoke(cli.cli, [*command, "--help"]).output
             for option in re.findall(r"(?<!\S)(--[a-z-]+)", match[2]):
                 assert option in help_text, f"{document.name}: {line}"
+
+
+def test_the_paths_of_the_probe_are_those_of_its_document() -> None:
+    table = section((ROOT / "docs" / "probe.md").read_text(encoding="utf-8"), "## `pdxfer probe needle`")
+    assert first_cells(table) == list(PATHS)
 
 
 def test_the_sample_in_the_readme_is_real() -> None:

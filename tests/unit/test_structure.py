@@ -29,6 +29,7 @@ ARROWS = {
     "sim": {"core"},
     "demo": {"core", "pools", "bootstrap", "client"},
     "bench": {"core", "pools", "bootstrap", "client", "engine", "demo"},
+    "probe": {"core", "pools", "bootstrap", "client", "demo", "bench"},
     "chaos": {"core", "pools", "bootstrap", "engine", "client", "daemon", "demo", "sim"},
     "commands": {
         "core",
@@ -36,9 +37,10 @@ ARROWS = {
         "daemon",
         "bench",
         "demo",
+        "probe",
         "chaos",
         "sim",
-    },  # the last four only when they are called
+    },  # the last five only when they are called
 }
 EXIT_CODES = {"OK", "FAILED", "USAGE", "UNAVAILABLE", "INTERNAL", "BUSY"}
 
