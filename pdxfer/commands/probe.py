@@ -125,6 +125,80 @@ def needle(
     raise SystemExit(0 if result.identical else FAILED)
 
 
+@probe.command(epilog="Example: pdxfer probe model --index-dtype bf16,fp8 --prompts 8 --json model.json")
+@click.option(
+    "--index-dtype",
+    "dtypes",
+    callback=_names(("fp8", "bf16", "fp32")),
+    metavar="NAME,…",
+    default="bf16,fp8",
+    show_default=True,
+    help="Formats that the model keeps its index keys in.",
+)
+@click.option("--prompts", type=click.IntRange(1, 1000), default=8, show_default=True, help="Prompts, all at a time.")
+@click.option("--new-tokens", type=click.IntRange(2, 1000), default=16, show_default=True, help="Tokens of an answer.")
+@click.option(
+    "--top-k", type=click.IntRange(1, 100_000), default=512, show_default=True, help="Tokens that attention sees."
+)
+@click.option("--page-tokens", type=click.IntRange(1, 1024), default=64, show_default=True, help="Tokens of a page.")
+@click.option("--tls", default="", help="UCX_TLS, for example tcp; left out, UCX chooses.")
+@click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the result, with every token, as JSON.")
+def model(
+    dtypes: tuple[str, ...],
+    prompts: int,
+    new_tokens: int,
+    top_k: int,
+    page_tokens: int,
+    tls: str,
+    json_file: Path | None,
+) -> None:
+    """Decode a tiny random DeepSeek V3.2 across a transfer: the same tokens and top-k sets as in one process.
+
+    A prefill worker computes prompts of 530 to 955 tokens and sends its two pools, latents and index keys, through two sidecars to a
+    decode worker, which answers. A third process does all of it alone. Every token, and for every token and layer the set of
+    positions that the model's own indexer selects, must be the same. Needs pdxfer[demo] (torch and transformers).
+    """
+    import importlib.util
+
+    from rich.console import Console
+
+    from ..bench.child import BenchError
+    from ..demo.processes import DemoError
+    from ..probe import model as models
+    from ._tables import add, new_table
+
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise Failure(
+                f"pdxfer probe model needs the Python module {name!r}: pip install 'pdxfer[demo]'", UNAVAILABLE
+            )
+    options = models.Options(dtypes, prompts, new_tokens, top_k, page_tokens, tls)  # type: ignore[arg-type]  # checked by _names
+    try:
+        with Console(stderr=True, highlight=False).status("pdxfer probe model") as status:
+            result = asyncio.run(models.run(options, lambda text: status.update(f"{text} …")))
+    except (BenchError, DemoError) as error:
+        raise Failure(str(error), FAILED) from None
+    except KeyboardInterrupt:
+        raise Failure("ended by ^C; every process is gone", 130) from None
+    numbers = ("prompts", "tokens", "tokens differ", "top-k sets", "sets differ")
+    table = new_table(
+        "a tiny DeepSeek V3.2 across a transfer, against one process", "index-K", *numbers, numbers=numbers
+    )
+    for run in result.runs:
+        add(table, run.dtype, run.prompts, run.tokens, run.tokens_differ, run.sets, run.sets_differ)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    text = (
+        "the same tokens and the same sets" if result.identical else "tokens or sets differ from those of one process"
+    )
+    console.print(text, style="bold green" if result.identical else "bold red")
+    if json_file is not None:
+        _written(
+            "--json", json_file, lambda: json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n", "utf-8")
+        )
+    raise SystemExit(0 if result.identical else FAILED)
+
+
 def _drawing() -> Any:
     """Before anything is run: a picture that cannot be drawn is told at once."""
     try:
