@@ -30,6 +30,7 @@ from .child import BenchError
 Array = npt.NDArray[Any]
 
 DEADLINE: Final = 120.0  # seconds for a batch
+IDLE: Final = 0.02  # seconds between two looks of a target that nobody writes to
 
 
 class Order(NamedTuple):
@@ -89,7 +90,7 @@ def _in_words() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
-    """It polls, or NIXL over tcp makes no progress."""
+    """It polls, or NIXL over tcp makes no progress; not while it is another way's turn, which would pay for it."""
     agent, memory = _agent("target", mine)
     compared = _map(source)
     pipe.send(Hello(agent.get_agent_metadata(), memory.ctypes.data))
@@ -98,7 +99,7 @@ def _serve(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
         agent.get_new_notifs()
         if busy:
             os.sched_yield()
-        if not pipe.poll(0 if busy else 0.0005):
+        if not pipe.poll(0 if busy else IDLE):
             continue
         order = pipe.recv()
         if isinstance(order, Check):

@@ -252,9 +252,8 @@ class _Measurement:
         into.engines += after[1] - engines
         self.outcome.rooms_checked_whole += batch.lanes
         self.outcome.cells_checked += received.cells
-        began = np.maximum(sent.asked, received.asked)
-        first = min(sent.asked.min(), received.asked.min())
-        into.add(float(received.ended.max() - first), (received.ended - began).ravel().tolist())
+        began = np.maximum(sent.asked, received.asked)  # one side may be ready long before the other
+        into.add(float(received.ended.max() - began.min()), (received.ended - began).ravel().tolist())
 
     def _title(self) -> str:
         return f"pages of {self.case.page_bytes} bytes, rooms of {self.case.room_bytes / 2**20:g} MiB"
