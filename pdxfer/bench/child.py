@@ -17,6 +17,7 @@ from typing import Any
 
 from pdxfer.client import PdxferError
 from pdxfer.core.reasons import Refused
+from pdxfer.engine.main import die_with
 
 Entry = Callable[..., None]  # called with the pipe and the arguments
 
@@ -73,6 +74,18 @@ class Child:
             raise BenchError(f"{self.name}: {found.text}")
         return found
 
+    def pause(self) -> None:
+        """Stop it where it is, so that it takes nothing of a core."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        if self._process.is_alive():  # its end is told by whoever asks it next
+            os.kill(self._process.pid, number)
+
     def ask(self, order: Any, timeout: float) -> Any:
         self.tell(order)
         return self.answer(timeout)
@@ -80,6 +93,7 @@ class Child:
     def close(self) -> None:
         """End it, whatever it is doing; a thread that waits for its answer gets a BenchError."""
         self._process.terminate()
+        self.resume()  # one that is stopped takes no signal but this
         self._process.join(3.0)
         if self._process.is_alive():
             self._process.kill()
@@ -88,6 +102,9 @@ class Child:
 
 
 def _run(pipe: Connection, entry: Entry, arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    die_with(parent.pid)  # also one that is stopped, and could not see its pipe close
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the bench, which then closes the pipe
     os.environ.update(environment)
     status = 0

@@ -4,9 +4,10 @@ Owns: an initiator and a target process, and their times. Must not: use any of p
 
 It moves the same bytes as the rooms do, from the same pages to the same pages: it maps the workers' own pools.
 
-It is measured at its best. Pages are prepared once (prep_xfer_dlist), as engines do, no progress thread competes for a core, and both sides
-poll without pause while a batch runs, but for giving way to whoever waits for the core. A transfer's time begins before its handle is made
-and ends when the initiator sees DONE.
+Pages are prepared once (prep_xfer_dlist), as engines do. An agent makes progress in one of two ways: by NIXL's own progress thread, which
+is the default of its Python API and what engines run (DEFAULT); or, the best that can be had of two cores, by both sides polling without
+pause while a batch runs, but for giving way to whoever waits for the core (SPINNING). A transfer's time begins before its handle is made and
+ends when the initiator sees DONE.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ Array = npt.NDArray[Any]
 
 DEADLINE: Final = 120.0  # seconds for a batch
 IDLE: Final = 0.02  # seconds between two looks of a target that nobody writes to
+
+
+SPINNING: Final = False  # for _agent's progress_thread
+DEFAULT: Final = True
 
 
 class Order(NamedTuple):
@@ -59,16 +64,16 @@ class Hello(NamedTuple):
     address: int
 
 
-def target(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
+def target(pipe: Connection, case: Case, progress_thread: bool, source: Memory, mine: Memory) -> None:
     """The target's process. Raises BenchError with what NIXL says."""
     with _in_words():
-        _serve(pipe, case, source, mine)
+        _serve(pipe, case, progress_thread, source, mine)
 
 
-def initiator(pipe: Connection, case: Case, mine: Memory, theirs: Memory, hello: Hello) -> None:
+def initiator(pipe: Connection, case: Case, progress_thread: bool, mine: Memory, theirs: Memory, hello: Hello) -> None:
     """The initiator's process. Raises BenchError with what NIXL says."""
     with _in_words():
-        _initiate(pipe, case, mine, theirs, hello)
+        _initiate(pipe, case, progress_thread, mine, theirs, hello)
 
 
 @contextmanager
@@ -89,17 +94,18 @@ def _in_words() -> Iterator[None]:
         raise BenchError(f"NIXL raises {type(error).__name__}: {' '.join(str(error).split())}; {advice}") from error
 
 
-def _serve(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
-    """It polls, or NIXL over tcp makes no progress; not while it is another way's turn, which would pay for it."""
-    agent, memory = _agent("target", mine)
+def _serve(pipe: Connection, case: Case, progress_thread: bool, source: Memory, mine: Memory) -> None:
+    """Without a progress thread it polls, or NIXL over tcp makes no progress; not on another way's turn, which would pay for it."""
+    agent, memory = _agent("target", mine, progress_thread)
     compared = _map(source)
     pipe.send(Hello(agent.get_agent_metadata(), memory.ctypes.data))
     busy = False
     while True:
         agent.get_new_notifs()
-        if busy:
+        spins = busy and not progress_thread
+        if spins:
             os.sched_yield()
-        if not pipe.poll(0 if busy else IDLE):
+        if not pipe.poll(0 if spins else IDLE):
             continue
         order = pipe.recv()
         if isinstance(order, Check):
@@ -111,8 +117,8 @@ def _serve(pipe: Connection, case: Case, source: Memory, mine: Memory) -> None:
             pipe.send("ready")
 
 
-def _initiate(pipe: Connection, case: Case, mine: Memory, theirs: Memory, hello: Hello) -> None:
-    agent, memory = _agent("initiator", mine)
+def _initiate(pipe: Connection, case: Case, progress_thread: bool, mine: Memory, theirs: Memory, hello: Hello) -> None:
+    agent, memory = _agent("initiator", mine, progress_thread)
     agent.add_remote_agent(hello.metadata)
     here, there = memory.ctypes.data, hello.address
     sides: dict[bool, tuple[Any, Any]] = {}
@@ -172,9 +178,9 @@ def _map(memory: Memory) -> Array:
         os.close(fd)
 
 
-def _agent(name: str, memory: Memory) -> tuple[Any, Array]:
+def _agent(name: str, memory: Memory, progress_thread: bool) -> tuple[Any, Array]:
     nixl = load()
-    agent = nixl.api.nixl_agent(name, nixl.api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent = nixl.api.nixl_agent(name, nixl.api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[]))
     agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
     mapped = _map(memory)
     agent.register_memory([(mapped.ctypes.data, mapped.size, 0, "")], "DRAM")

@@ -40,8 +40,9 @@ def show(result: Result, console: Console) -> None:
             f" plain NIXL: all bytes of {outcome.transfers_checked} transfers."
         )
     console.print(
-        "[dim]one descriptor: one WRITE of a room's bytes in one piece, the limit. per page: one WRITE with a descriptor for each of the scattered"
-        " pages, as engines do. pdxfer: rooms through two sidecars, gathered, written, digested twice, scattered.[/dim]"
+        "[dim]one descriptor: one WRITE of a room's bytes in one piece, both sides polling without pause: the limit. per page: one WRITE with a"
+        " descriptor for each of the scattered pages, by NIXL's progress thread, as engines do; spinning: the same, but both sides poll without"
+        " pause. pdxfer: rooms through two sidecars, gathered, written, digested twice, scattered.[/dim]"
     )
 
 
@@ -54,18 +55,18 @@ def _table(outcome: Outcome) -> Table:
     )
     table.add_column("at a time", justify="right")
     table.add_column("way")
-    for column in ("GB/s", "rooms/s", "p50 ms", "p99 ms", "× per page", "of the limit"):
+    for column in ("GB/s", "rooms/s", "p50 ms", "p99 ms", "× per page", "× spinning", "of the limit"):
         table.add_column(column, justify="right")
     for concurrency in sorted({f.concurrency for f in outcome.figures}):
-        limit, per_page = (outcome.of(way, concurrency).gigabytes_per_second for way in WAYS[1:])
+        limit, *per_page = (outcome.of(way, concurrency).gigabytes_per_second for way in WAYS[1:])
         for way in WAYS:
             table.add_row(*_row(outcome.of(way, concurrency), limit, per_page), end_section=way == WAYS[-1])
     return table
 
 
-def _row(f: Figures, limit: float, per_page: float) -> list[str]:
+def _row(f: Figures, limit: float, per_page: list[float]) -> list[str]:
     rate = f.gigabytes_per_second
     return [
         str(f.concurrency), f.way, f"{rate:.2f}", f"{f.rooms_per_second:.0f}", f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}",
-        f"{rate / per_page:.2f}", f"{rate / limit:.0%}",
+        *(f"{rate / other:.2f}" for other in per_page), f"{rate / limit:.0%}",
     ]  # fmt: skip

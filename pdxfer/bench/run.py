@@ -2,7 +2,7 @@
 
 Owns: which batch runs when, and the figures made of its times. Must not: print.
 
-For each case the three ways take turns, round after round, so that whatever else the machine does meets all of them. Figures are the
+For each case the ways take turns, round after round, so that whatever else the machine does meets all of them. Figures are the
 median round's; percentiles are over the rooms of all rounds.
 """
 
@@ -28,7 +28,7 @@ from .case import Batch, Case, rooms_each
 from .child import BenchError, Child
 from .sidecars import Sidecars
 
-WAYS = ("pdxfer", "one descriptor", "per page")
+WAYS = ("pdxfer", "one descriptor", "per page", "per page, spinning")
 ONE_PAGE_ROOMS = 200
 START = 60.0  # seconds for a process to be ready
 PATIENCE = 300.0  # seconds for a batch
@@ -185,10 +185,18 @@ class _Measurement:
         self.prefill = self._child("the prefill worker", rooms.prefill, self.sidecars.socket("p"))
         self.decode = self._child("the decode worker", rooms.decode, self.sidecars.socket("d"))
         pools = self.prefill.answer(START), self.decode.answer(START)
-        self.target = self._child("plain NIXL's target", plain.target, *pools, environment=environment)
-        hello = self.target.answer(START)
-        self.initiator = self._child("plain NIXL's initiator", plain.initiator, *pools, hello, environment=environment)
-        self.initiator.answer(START)
+        self.spinning = self._pair("plain NIXL's {}", plain.SPINNING, pools, environment)
+        self.default = self._pair("plain NIXL's {} with a progress thread", plain.DEFAULT, pools, environment)
+
+    def _pair(self, name: str, kind: bool, pools: tuple[Any, Any], environment: dict[str, str]) -> tuple[Child, Child]:
+        """Target and initiator, connected and paused."""
+        target = self._child(name.format("target"), plain.target, kind, *pools, environment=environment)
+        hello = target.answer(START)
+        initiator = self._child(name.format("initiator"), plain.initiator, kind, *pools, hello, environment=environment)
+        initiator.answer(START)
+        target.pause()
+        initiator.pause()
+        return target, initiator
 
     def _child(
         self, name: str, entry: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None
@@ -220,25 +228,29 @@ class _Measurement:
         """Run one. Raises BenchError that says which it was, and which of its processes live."""
         self.serial += 1
         batch = Batch(f"{self.name}-{self.serial}", lanes, rooms_each(count, lanes), pages)
-        pair = (self.prefill, self.decode) if way == "pdxfer" else (self.target, self.initiator)
+        plain_pair = self.default if way == WAYS[2] else self.spinning
+        pair = (self.prefill, self.decode) if way == WAYS[0] else plain_pair
         try:
             if way == "pdxfer":
                 self._rooms(batch, into)
             else:
-                self._plain(way, batch, into)
+                self._plain(plain.Order(batch, way != WAYS[1]), *pair, into)
         except BenchError as error:
             what = way if way == "pdxfer" else f"plain NIXL, {way}"
             states = ", ".join(child.state for child in pair)
             raise BenchError(f"{what}, {lanes} at a time, {self._title()}: {error} ({states})") from error
 
-    def _plain(self, way: str, batch: Batch, into: Rounds) -> None:
-        order = plain.Order(batch, way == WAYS[2])
-        self.target.ask(order, PATIENCE)
-        measured: plain.Measured = self.initiator.ask(order, PATIENCE)
-        wrong = self.target.ask(plain.Check(order), PATIENCE)
+    def _plain(self, order: plain.Order, target: Child, initiator: Child, into: Rounds) -> None:
+        target.resume()
+        initiator.resume()
+        target.ask(order, PATIENCE)
+        measured: plain.Measured = initiator.ask(order, PATIENCE)
+        wrong = target.ask(plain.Check(order), PATIENCE)
         if wrong:
             raise BenchError(f"{wrong} transfers are not at the target as they are at the source")
-        self.outcome.transfers_checked += batch.lanes
+        target.pause()  # a progress thread burns a core for as long as it lives
+        initiator.pause()
+        self.outcome.transfers_checked += order.batch.lanes
         into.add(measured.seconds, measured.each)
 
     def _rooms(self, batch: Batch, into: Rounds) -> None:

@@ -94,8 +94,8 @@ def bench(
     """Measure rooms between two sidecars on this machine against plain NIXL.
 
     Prints GB/s, rooms/s and percentiles of a room, beside one NIXL WRITE of one descriptor of the same bytes (the limit) and one NIXL
-    WRITE with a descriptor per page (what engines do without pdxfer). The three take turns over the same pages, and bytes
-    are checked. It takes memory for two pools of so many rooms: 5 GiB as it stands, less with a smaller --room-bytes.
+    WRITE with a descriptor per page (what engines do without pdxfer), once with NIXL's progress thread, its default, and once with
+    both sides polling without pause. All take turns over the same pages, and bytes are checked. It takes memory for two pools of so many rooms: 5 GiB as it stands, less with a smaller --room-bytes.
     """
     from rich.console import Console
 

@@ -44,7 +44,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str = "UCX"
     tls: str = ""  # UCX_TLS; empty: UCX chooses
     devices: str = ""  # UCX_NET_DEVICES, e.g. "eth0" or "mlx5_0:1"; empty: UCX chooses
-    slot_bytes: int = 2 << 20
+    slot_bytes: int = 4 << 20
     send_slots: int = 16
     recv_slots: int = 32
     copy_threads: int = -1  # beside the thread that calls NIXL; 0: that one copies too; -1: by the number of cores

@@ -23,7 +23,7 @@ def test_bench(tmp_path: Path) -> None:
     (outcome,) = json.loads(out.read_text())["outcomes"]
     assert (outcome["page_bytes"], outcome["planes"], outcome["pages"]) == (4096, 4, 8)
     assert [(f["concurrency"], f["way"]) for f in outcome["figures"]] == [
-        (c, way) for way in ("pdxfer", "one descriptor", "per page") for c in (1, 3)
+        (c, way) for way in ("pdxfer", "one descriptor", "per page", "per page, spinning") for c in (1, 3)
     ]
     assert all(f["gigabytes_per_second"] > 0 and 0 < f["p50_ms"] <= f["p99_ms"] for f in outcome["figures"])
     assert outcome["one_page"]["rooms"] == 200
