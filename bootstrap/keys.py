@@ -51,7 +51,7 @@ def save(path: Path, keys: KeyPair) -> None:
     except FileExistsError:
         raise BadKeyFile(f"{path} exists already; remove it first if its key is to be replaced") from None
     except OSError as error:
-        raise BadKeyFile(f"{path} cannot be written: {error.strerror}") from None
+        raise BadKeyFile(f"{path} cannot be written: {error.strerror}") from error
 
 
 def load(path: Path) -> KeyPair:
@@ -63,7 +63,7 @@ def load(path: Path) -> KeyPair:
     except FileNotFoundError:
         raise BadKeyFile(f"{path} does not exist; make one with: pdxfer keygen {path}") from None
     except OSError as error:
-        raise BadKeyFile(f"{path} cannot be read: {error.strerror}") from None
+        raise BadKeyFile(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
         raise BadKeyFile(f"{path} is no key file: it is not text; make one with: pdxfer keygen") from None
     if stat.S_IMODE(mode) & 0o077:

@@ -51,6 +51,13 @@ class _Holder(NamedTuple):
     engines: frozenset[str]
 
 
+class _Kept(NamedTuple):
+    """An answer of the registry, and when it came."""
+
+    at: float
+    answer: Answer
+
+
 class Leases:
     """The registry that one sidecar keeps: each node's announcement, and with it its engine ids, until it runs out."""
 
@@ -118,7 +125,9 @@ class Registry:
         self._public_key = public_key
         self.leases = Leases() if self.serves else None
         self._static = {engine: entry for entry in settings.nodes for engine in entry.engines}
-        self._cache: dict[str, tuple[float, Answer]] = {}
+        self._cache: dict[str, _Kept] = {}
+        self._spoke: dict[str, float] = {}  # nodes of kept answers -> when they were last heard
+        self._unanswered: float | None = None  # since when the registry owes an answer
         self._asked: dict[str, float] = {}  # engine id -> since when
         self._meeting: dict[str, tuple[float, str]] = {}  # node -> (since when, the engine id that led to it)
         self._heard = float("-inf")
@@ -149,12 +158,25 @@ class Registry:
                 return found, []
             self._asked.setdefault(engine_id, now)
             return None, []
-        cached = self._cache.get(engine_id)
-        if cached is not None and cached[0] > now:
-            self._meet(cached[1].node, engine_id, now)
-            return cached[1], []
+        kept = self._cache.get(engine_id)
+        fresh = kept is not None and now - kept.at < self._settings.cache
+        if kept is not None and (fresh or (self._silent(now) and self._usable(kept, now))):
+            self._meet(kept.answer.node, engine_id, now)
+            return kept.answer, [] if fresh else [self._ask(engine_id, now)]
         self._asked.setdefault(engine_id, now)
-        return None, [Said(self._settings.server, Lookup(engine_id))]
+        return None, [self._ask(engine_id, now)]
+
+    def _ask(self, engine_id: str, now: float) -> Said:
+        self._unanswered = now if self._unanswered is None else self._unanswered
+        return Said(self._settings.server, Lookup(engine_id))
+
+    def _silent(self, now: float) -> bool:
+        return self._unanswered is not None and now - self._unanswered >= UNHEARD_PAUSE
+
+    def _usable(self, kept: _Kept, now: float) -> bool:
+        """While the registry is silent, its last word holds for as long as a lease would, and for as long as that node itself
+        is heard. If it is wrong by now, the node says so at once (unknown engine, peer restarted)."""
+        return now - max(kept.at, self._spoke[kept.answer.node]) <= self._settings.ttl
 
     def on_message(
         self, node: str, incarnation: int, message: RegistryMessage, now: float, *, key: str
@@ -200,21 +222,27 @@ class Registry:
                 f" {message.public_key[:50]!r}, expected an address that peers can connect to and a key"
             )
         self._heard = now
+        self._unanswered = None
         answer = _answer(message)
         if not message.engine_id:
             return answer if answer.node else None
-        if self._asked.pop(message.engine_id, None) is None:
+        asked = self._asked.pop(message.engine_id, None) is not None
+        if not asked and message.engine_id not in self._cache:
             return None
+        self._cache.pop(message.engine_id, None)
         if answer.node:
-            self._cache[message.engine_id] = (now + self._settings.cache, answer)
+            self._cache[message.engine_id] = _Kept(now, answer)
+            self._spoke.setdefault(answer.node, float("-inf"))
             self._meet(answer.node, message.engine_id, now)
-        return answer
+        return answer if asked else None
 
     def due(self, engines: tuple[str, ...], address: str, now: float) -> list[Said]:
         """What is to be said now: the lease in time or when the engines changed, and lookups again."""
         if self._settings.kind != "embedded":
             return []
-        self._cache = {k: v for k, v in self._cache.items() if v[0] > now}
+        self._cache = {engine_id: kept for engine_id, kept in self._cache.items() if self._usable(kept, now)}
+        nodes = {kept.answer.node for kept in self._cache.values()}
+        self._spoke = {node: self._spoke.get(node, float("-inf")) for node in nodes}
         self._asked = {k: since for k, since in self._asked.items() if now - since <= self._settings.ttl}
         self._meeting = {k: v for k, v in self._meeting.items() if now - v[0] <= self._settings.ttl}
         announce = None
@@ -230,14 +258,20 @@ class Registry:
         said: list[RegistryMessage] = [Lookup(engine_id) for engine_id in again]
         if announce is not None:
             said += [announce, Lookup("")]  # its answer shows that the registry lives
+        if said and self._unanswered is None:
+            self._unanswered = now
         return [Said(self._settings.server, message) for message in said]
 
     def settled(self, now: float) -> list[Answer]:
-        """The registry's node: what it asked itself while leases came in, and can be answered now."""
-        if self.leases is None:
-            return []
-        answers = [_answer(self.leases.lookup(engine_id, now)) for engine_id in self._asked]
-        settled = [answer for answer in answers if answer.node or not self._gathering(now)]
+        """What was asked and can be answered without another word: at the registry's node, once leases have come in; at
+        another's, once the registry is silent and what it said before still holds.
+        """
+        if self.leases is not None:
+            answers = [_answer(self.leases.lookup(engine_id, now)) for engine_id in self._asked]
+            settled = [answer for answer in answers if answer.node or not self._gathering(now)]
+        else:
+            kept = [self._cache[engine_id] for engine_id in self._asked if engine_id in self._cache]
+            settled = [k.answer for k in kept if self._silent(now) and self._usable(k, now)]
         for answer in settled:
             del self._asked[answer.engine_id]
         return settled
@@ -257,9 +291,11 @@ class Registry:
         if node not in (self._node, self._settings.server):
             self._meeting.setdefault(node, (now, engine_id))
 
-    def heard(self, node: str) -> None:
+    def heard(self, node: str, now: float) -> None:
         """This node has spoken to this one, so they have been introduced."""
         self._meeting.pop(node, None)
+        if node in self._spoke:
+            self._spoke[node] = now
 
     def forget(self, engine_id: str) -> None:
         """The answer turned out to be wrong: ask anew."""

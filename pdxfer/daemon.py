@@ -27,6 +27,7 @@ from .config import Effective
 from .core import events, jobs, messages, worker
 from .core.node import Node
 from .driver import Driver
+from .engine import exits
 from .engineservice import EngineService
 from .metrics import Metrics
 from .operations import Operations
@@ -46,6 +47,8 @@ class StartError(Exception):
         self.exit_code = exit_code
 
 
+# The exit code for an engine that cannot start: what must be installed, what may pass, and what only another setting helps.
+_HOPELESS = {exits.NO_NIXL: UNAVAILABLE, exits.NO_MEMORY: BUSY, exits.NIXL_FAILED: INTERNAL}
 _TOLD = (StartError, RuntimeDirBusy, RuntimeDirError)  # whose words are for people
 
 
@@ -199,7 +202,9 @@ class Daemon:
                 attached=lambda: list(self.node.state.by_engine_id),
             )
         except BadKeyFile as error:
-            raise StartError(f"bootstrap.key_file: {error}", USAGE) from None
+            short = shortage.of(error.__cause__) if error.__cause__ is not None else None
+            code = BUSY if short is not None and short.passes else USAGE
+            raise StartError(f"bootstrap.key_file: {error}", code) from None
         # Its address, with a port of its own choice perhaps, is what the node tells its peers.
         self._bind("bootstrap", settings.bootstrap.listen, self.bootstrap.start)
         self.node = Node(name, incarnation, self.bootstrap.address, __version__, settings.limits)
@@ -322,8 +327,8 @@ class Daemon:
         log.log(logging.INFO if self._stop.is_set() else logging.ERROR, "the engine is gone: %s", detail)
         self.metrics.engine.engine_gone()
         self.driver.deliver(events.EngineGone(detail))
-        if self.engine.hopeless:
-            self._give_up(detail, UNAVAILABLE)
+        if (status := self.engine.hopeless) is not None:
+            self._give_up(detail, _HOPELESS[status])
         else:
             self.supervisor.died("engine", detail)
 

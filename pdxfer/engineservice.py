@@ -9,12 +9,15 @@ import logging
 from collections.abc import Callable
 
 from .core import jobs
+from .engine import exits, nixl
 from .engine.child import EngineChild
 from .engine.settings import EngineSettings
 from .runtime import RuntimeDir
 from .supervisor import Phase
 
 log = logging.getLogger(__name__)
+
+nixl_installed = nixl.installed  # for commands, which do not reach into the engine
 
 
 class EngineService:
@@ -37,7 +40,7 @@ class EngineService:
         self._said = said
         self._gone = gone
         self._child = EngineChild(settings, self._on_report, self._on_exit, inherit=(runtime.engine_lock,))
-        self._ready = False
+        self._ready = self._ever_ready = False
         self._why = ""
 
     async def restart(self) -> None:
@@ -48,7 +51,7 @@ class EngineService:
 
     def _on_report(self, report: jobs.EngineReport) -> None:
         if isinstance(report, jobs.Ready):
-            self._ready = True
+            self._ready = self._ever_ready = True
             log.info(
                 "engine ready: agent %s, pid %d, %d send and %d receive slots of %d bytes",
                 report.info.agent, report.pid, report.send_slots, report.info.slots, report.info.slot_bytes,
@@ -65,9 +68,10 @@ class EngineService:
         self._child.send(job, fds)
 
     @property
-    def hopeless(self) -> bool:
-        """Starting it again can only end the same way: NIXL is not installed."""
-        return self._child.hopeless
+    def hopeless(self) -> int | None:
+        """The engine's exit status, if starting it again can only end the same way."""
+        status = self._child.exit_status
+        return status if exits.permanent(status, ever_ready=self._ever_ready) else None
 
     @property
     def ready(self) -> bool:

@@ -168,7 +168,7 @@ class BootstrapService:
         rest: list[Event] = []
         for event in batch:
             if isinstance(event, PeerSaid):
-                self._registry.heard(event.node)
+                self._registry.heard(event.node, self._loop.time())
             if isinstance(event, PeerSaid) and any(isinstance(m, messages.RegistryMessage) for m in event.body):
                 for message in event.body:
                     if isinstance(message, messages.RegistryMessage):

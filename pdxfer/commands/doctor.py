@@ -6,7 +6,6 @@ Owns: the checks, each with what it expected, what it found and what to do. Must
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import resource
@@ -89,29 +88,33 @@ def _zmq() -> Iterator[Finding]:
 
 def _nixl() -> Iterator[Finding]:
     """In a child: importing NIXL loads UCX, which has no place in this process (and may crash it)."""
-    if importlib.util.find_spec("nixl") is None:
+    from ..engineservice import nixl_installed
+
+    found = nixl_installed()
+    if found is None:
         yield Finding("nixl", "fail", "not installed", "pip install 'pdxfer[engine]'")
         return
-    version = importlib.metadata.version("nixl")
+    module, package = found
+    version = importlib.metadata.version(package)
     if version != NIXL:
         yield Finding(
             "nixl version", "warn", version, f"pdxfer is tested with {NIXL}, and both nodes must run the same"
         )
-    code = "import nixl._api, os, sys; sys.stdout.write('ok'); sys.stdout.flush(); os._exit(0)"
+    code = f"import {module}._api, os, sys; sys.stdout.write('ok'); sys.stdout.flush(); os._exit(0)"
     try:
         child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
         yield Finding("nixl", "fail", "its import took more than 60 s", "look for a hanging driver or network device")
         return
     if child.stdout.endswith("ok"):
-        yield Finding("nixl", "ok", f"{version}, importable")
+        yield Finding("nixl", "ok", f"{package} {version}, importable")
     else:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         yield Finding(
             "nixl",
             "fail",
             f"import ends with {child.returncode}: {last}",
-            f"pip install --force-reinstall 'nixl=={NIXL}'",
+            f"pip install --force-reinstall '{package}=={NIXL}'",
         )
 
 

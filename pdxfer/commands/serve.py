@@ -73,11 +73,13 @@ def serve(config_file: str | None, print_config: bool, **flags: Any) -> None:
 
 def _check_dependencies() -> None:
     """Find what the daemon, its engine and its threads will import, without importing it: NIXL has no place in this process."""
-    for module, package, why in (
-        ("zmq", "pyzmq", "the socket between nodes"),
-        ("nixl", "pdxfer[engine]", "the transfer engine"),
+    from ..engineservice import nixl_installed
+
+    for found, module, package, why in (
+        (importlib.util.find_spec("zmq"), "zmq", "pyzmq", "the socket between nodes"),
+        (nixl_installed(), "nixl", "pdxfer[engine]", "the transfer engine"),
     ):
-        if importlib.util.find_spec(module) is None:
+        if found is None:
             raise Failure(
                 f"the Python module {module!r} is not installed; it is needed for {why}: pip install '{package}'",
                 UNAVAILABLE,

@@ -80,11 +80,6 @@ class EngineChild:
         """Ticks once per round of the engine's loop, and not while a copy hangs. 0 when there is no engine."""
         return 0 if self._vitals is None else self._vitals.heartbeat()
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether starting it again can only end the same way: NIXL is not installed."""
-        return exits.permanent(self.exit_status)
-
     async def start(self, node: str, parent_incarnation: int, incarnation: int) -> None:
         """Spawn the child; Ready, or ``on_exit``, follows. Raises OSError when no process can be had."""
         if self._process is not None:

@@ -32,9 +32,12 @@ class Fault(Exception):
         self.status = status
 
 
-def permanent(status: int | None) -> bool:
-    """Whether starting the engine again, unchanged, can only end the same way."""
-    return status == NO_NIXL
+def permanent(status: int | None, *, ever_ready: bool) -> bool:
+    """Whether starting the engine again, unchanged, can only end the same way.
+
+    An engine that has been ready before may have met a shortage that passes; one that never was has been given what cannot work.
+    """
+    return status == NO_NIXL or (status in (NO_MEMORY, NIXL_FAILED) and not ever_ready)
 
 
 def words(status: int) -> str:

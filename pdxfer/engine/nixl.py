@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 from typing import Any, Final, NamedTuple
 
 from .exits import NO_NIXL, Fault
 
-_PACKAGES: Final = (("nixl_cu12", "nixl-cu12"), ("nixl_cu13", "nixl-cu13"), ("nixl", "nixl"))
+PACKAGES: Final = (("nixl_cu12", "nixl-cu12"), ("nixl_cu13", "nixl-cu13"), ("nixl", "nixl"))
 
 
 class Nixl(NamedTuple):
@@ -24,10 +25,15 @@ class Nixl(NamedTuple):
     package: str
 
 
+def installed() -> tuple[str, str] | None:
+    """Module and distribution of the first of NIXL's packages that is here, found without importing it."""
+    return next((pair for pair in PACKAGES if importlib.util.find_spec(pair[0]) is not None), None)
+
+
 def load() -> Nixl:
     """Raises Fault when no NIXL can be imported."""
     problems = []
-    for module, distribution in _PACKAGES:
+    for module, distribution in PACKAGES:
         try:
             api = importlib.import_module(f"{module}._api")
             bindings = importlib.import_module(f"{module}._bindings")

@@ -151,7 +151,8 @@ os.replace = replace
 
 @pytest.mark.parametrize(("module", "advice"), [("nixl", "pdxfer[engine]"), ("zmq", "pyzmq")])
 def test_a_missing_dependency_is_named_and_exits_with_69(make: Make, module: str, advice: str) -> None:
-    p = make(prelude=f"import sys; sys.modules[{module!r}] = None").start(wait=False)
+    gone = ["nixl", "nixl_cu12", "nixl_cu13"] if module == "nixl" else [module]
+    p = make(prelude=f"import sys; sys.modules.update(dict.fromkeys({gone!r}))").start(wait=False)
     assert p.wait() == 69
     assert (
         f"the Python module {module!r} is not installed" in p.said()
@@ -159,6 +160,32 @@ def test_a_missing_dependency_is_named_and_exits_with_69(make: Make, module: str
     )
     assert advice in p.said()
     assert "Traceback" not in p.said()
+
+
+def test_a_full_disk_at_the_first_key_is_a_shortage_that_passes(make: Make) -> None:
+    prelude = """
+import errno, os
+def full(fd):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+os.fsync = full
+"""
+    p = make(prelude=prelude).start(wait=False)
+    assert p.wait() == 75
+    assert "bootstrap.key_file" in p.said() and "No space left on device" in p.said()
+    assert "Traceback" not in p.said()
+
+
+def test_one_of_nixls_packages_is_enough(make: Make) -> None:
+    p = make(prelude="import sys; sys.modules['nixl'] = None").start()
+    p.signal(signal.SIGTERM)
+    assert p.wait() == 0
+
+
+def test_an_engine_that_cannot_start_ends_the_daemon_at_once(make: Make) -> None:
+    p = make(engine_tls="no_such_transport").start(wait=False)
+    assert p.wait() == 70
+    assert "NIXL did not start" in p.said() and "check engine.tls" in p.said()
+    assert p.said().count("the engine is gone") == 1 and "Traceback" not in p.said()
 
 
 # faults of its parts -------------------------------------------------------------------------------------------------

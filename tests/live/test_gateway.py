@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -186,13 +188,19 @@ def test_a_killed_worker_ends_its_sessions_by_name_and_comes_back(tmp_path: Path
 
     async def body(it: Running) -> None:
         before = await it.ask(prompt)
-        name = await it.agent(1, 16, 100)
+        status = (await it.http.get(f"{it.system.observer.sidecars['d']}/status")).json()
+        pid = status["engine"]["pid"]
+        os.kill(pid, signal.SIGSTOP)  # so that no room is over before the kill: one takes but a few milliseconds
+        try:
+            name = await it.agent(1, 16, 100)
 
-        async def busy() -> bool:
-            return (await it.stats(engine_id))["rooms_open"] >= 4
+            async def busy() -> bool:
+                return (await it.stats(engine_id))["rooms_open"] >= 4
 
-        await until(busy, 20, "the load is on")
-        it.system.manager.kill(role)
+            await until(busy, 20, "the load is on")
+            it.system.manager.kill(role)
+        finally:
+            os.kill(pid, signal.SIGCONT)
         assert await it.system.manager.wait_exit(name, 40) in (0, 1)
         ends = [line for line in it.record(name) if line["event"] == "end"]
         assert len(ends) == 16 and len({line["session"] for line in ends}) == 16

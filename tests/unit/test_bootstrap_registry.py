@@ -179,7 +179,7 @@ def test_until_the_two_have_met_the_lookup_is_repeated_and_the_introduction_with
         c.run(0.75)
         assert c.answers.count(introduction) >= 3
         assert not [a for n, a in c.answers if n == "d" and a.engine_id == "e"][1:]  # it is answered once
-        c.nodes["d"].heard("p")
+        c.nodes["d"].heard("p", c.now)
         c.answers.clear()
         c.run(0.25)
         assert c.answers == []
@@ -230,6 +230,52 @@ def test_a_restarted_registry_does_not_deny_what_it_has_not_heard_of_yet() -> No
     found = Answer("e", "p", 1, "", AT["p"], KEYS["p"])
     assert ("d", found) in c.answers and ("s", found) in c.answers
     assert c.resolve("s", "none") == Answer("none", "", 0, "unknown_engine")
+
+
+def test_while_the_registry_is_silent_its_last_word_holds_as_long_as_a_lease() -> None:
+    c = Cluster("s", "p", "d")
+    c.engines["p"] = ("e",)
+    c.run(5.0)
+    known = c.resolve("d", "e")
+    assert known is not None and known.node == "p"
+    c.lost.add("s")
+    c.run(2.5)  # longer than an answer is used without asking
+    assert c.resolve("d", "e") == known
+    assert Said("s", Lookup("e")) in c.nodes["d"].resolve("e", c.now)[1], "it is asked all the same"
+    assert c.resolve("d", "other") is None, "what was never answered has no last word"
+    c.run(TTL)
+    assert c.resolve("d", "e") is None, "a lease would be over"
+
+
+def test_the_last_word_holds_on_while_that_node_itself_is_heard() -> None:
+    c = Cluster("s", "p", "d")
+    c.engines["p"] = ("e",)
+    c.run(5.0)
+    known = c.resolve("d", "e")
+    c.lost.add("s")
+    for _ in range(12):
+        c.run(TTL / 3)
+        c.nodes["d"].heard("p", c.now)
+    assert c.resolve("d", "e") == known
+    c.nodes["d"].forget("e")  # the node itself has denied it
+    assert c.resolve("d", "e") is None
+    c.lost.clear()
+    c.run(5.0)  # they announce themselves again
+    assert c.resolve("d", "e") == known
+
+
+def test_a_question_that_met_silence_is_settled_by_the_last_word() -> None:
+    c = Cluster("s", "p", "d")
+    c.engines["p"] = ("e",)
+    c.run(5.0)
+    known = c.resolve("d", "e")
+    c.nodes["d"].heard("p", c.now)
+    c.run(2.5)
+    c.lost.add("s")
+    c.answers.clear()
+    assert c.resolve("d", "e") is None, "it may still answer"
+    c.run(2 * UNHEARD_PAUSE + 0.25)
+    assert c.answers == [("d", known)], "once"
 
 
 def test_a_question_that_nobody_answers_is_given_up() -> None:
