@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pdxfer.cli import FAILED, USAGE, Failure
 
-from ..mutants.sim import BY_SCENARIO, MUTANTS, Mutant
+from ..mutants.sim import MUTANTS, Mutant
 from . import many, run, show
 
 EVERY = 10.0  # seconds between two lines of progress where there is no terminal
@@ -44,7 +44,7 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     "--mutants",
     "mutating",
     is_flag=True,
-    help="Run seeded bugs of the core instead, each until it is caught: those named, or all but the few whose interleaving a unit test makes.",
+    help="Run seeded bugs of the core instead, each until it is caught: those named, or all.",
 )
 def sim(
     names: Sequence[str], seeds: int, start: int, nodes: int | None, jobs: int, json_file: Path | None, mutating: bool
@@ -63,7 +63,7 @@ def sim(
         raise Failure(f"--json {json_file}: there is no directory {json_file.absolute().parent}", USAGE)
     if mutating:
         _hunt(
-            [_mutant(name) for name in names] or [m for m in MUTANTS.values() if m.name not in BY_SCENARIO],
+            [_mutant(name) for name in names] or list(MUTANTS.values()),
             start,
             seeds,
             jobs,
@@ -189,8 +189,6 @@ def _hunt(mutants: Sequence[Mutant], start: int, seeds: int, jobs: int, json_fil
             while waiting and waiting[0].name in hunts:
                 click.echo(_row(waiting[0], hunts[waiting.pop(0).name]))
             tick(1, "" if found.caught else f"({name} survives)")
-    for name, test in BY_SCENARIO.items() if len(mutants) + len(BY_SCENARIO) == len(MUTANTS) else ():
-        click.echo(f"| `{name}` | {MUTANTS[name].what} | | `{test}`, which makes its interleaving |")
     if json_file is not None:
         _write(json_file, hunts)
     survive = [one.name for one in mutants if not hunts[one.name].caught]

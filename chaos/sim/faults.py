@@ -20,7 +20,7 @@ KINDS = (
     "lossy", "repeats", "late", "corrupt", "cut_one_way", "cut", "reset", "engine_kill", "engine_hang", "engine_slow",
     "job_errors", "landed_lost", "late_writes", "parent_kill", "parent_freeze", "worker_kill", "worker_silent",
     "worker_drop", "abort_storm", "clock_jump", "registry_error", "registry_silent", "operator_abort", "few_slots",
-    "few_pages", "thread_kill", "eighty", "pinch", "engine_loops",
+    "few_pages", "thread_kill", "eighty", "pinch", "engine_loops", "late_hello", "stale_fate",
 )  # fmt: skip
 MILD = {"lossy", "repeats", "late", "corrupt", "reset", "landed_lost", "thread_kill"}  # taken alone
 HARSH = (
@@ -40,6 +40,8 @@ PINCHED = (  # messages whose loss or delay hurts most, the slots' first
     messages.EndedAck, messages.Finish, messages.Accept, messages.Want,
 )  # fmt: skip
 SESSIONS = 80  # that are aborted at once
+SILENT_FOR = 4  # frames
+BURST = 8  # sessions that want slots
 
 
 def mild(faults: Sequence[Fault]) -> bool:
@@ -67,12 +69,14 @@ class Fault:
 
 
 def draw(seed: int, span: float, nodes: int = MANY) -> list[Fault]:
-    """None in one run of eight, mild ones in one of four, single messages pinched in one of seven, two kinds again and again in two of five."""
+    """None in one run of eight, mild ones in one of four, messages singled out in one of seven, two kinds again and again in two of five."""
     rng = random.Random(f"{seed} faults")
     mood = rng.random()
     if mood < 0.12:
         return []
-    kinds = sorted(MILD) if mood < 0.35 else ["pinch"] if mood < 0.5 else list(KINDS)
+    kinds = (
+        sorted(MILD) if mood < 0.35 else ["pinch", "pinch", "late_hello", "stale_fate"] if mood < 0.5 else list(KINDS)
+    )
     if mood >= 0.8:
         kinds = rng.sample(kinds, 2)
     elif mood >= 0.65:  # a bad link, and something that dies or stalls meanwhile
@@ -123,14 +127,11 @@ def _pinch(world: World, fault: Fault, node: str) -> Pinch:
     kind, how, seconds = rng.choice(PINCHED), rng.choice(("hold", "hold", "echo", "lose")), 0.2 + 0.6 * fault.span
     killed, aborted, deaf = rng.choice(("", "source", "target")), rng.random() < 0.5, rng.random() < 0.5
 
-    def nothing(source: str, target: str, message: messages.Message) -> None:
-        return
-
     def then(source: str, target: str, message: messages.Message) -> None:
         key = (getattr(message, "room", ""), getattr(message, "epoch", 0))
         sides = [w for w in world.workers if (*key, True) in w.tasks or (*key, False) in w.tasks]
         if deaf:
-            world.network.pinches += [Pinch(source, messages.Ended, "lose", 0.0, nothing) for _ in range(3)]
+            world.network.pinches += [Pinch(source, messages.Ended, "lose", 0.0, _nothing) for _ in range(3)]
         if aborted and sides:
             rng.choice(sides).abort(*key)
         if killed:
@@ -139,6 +140,62 @@ def _pinch(world: World, fault: Fault, node: str) -> Pinch:
             )
 
     return Pinch(node, kind, how, seconds, then)
+
+
+def _nothing(source: str, target: str, message: messages.Message) -> None:
+    return
+
+
+def _abort_all(world: World, node: str) -> None:
+    """Every room of a node at once, and the news of it is lost for a while."""
+    if world.calm:
+        return
+    for other in world.sidecars:
+        if other != node:
+            world.network.pinches += [
+                Pinch(node, messages.Ended, "lose", 0.0, _nothing, to=other) for _ in range(SILENT_FOR)
+            ]
+    for one in world.workers:
+        if one.side.name == node:
+            for task in list(one.tasks.values()):
+                one.abort(task.room, task.epoch)
+
+
+def _late_hello(world: World, fault: Fault, node: str) -> Pinch:
+    """A grant meets the writer's next engine: it is held back while that engine is replaced, whose Hello is later still. Then the
+    receiver's rooms are aborted, and their slots are in doubt when the Hello comes.
+    """
+    seconds = 0.15 + 0.2 * fault.span
+
+    def then(source: str, target: str, message: messages.Message) -> None:
+        writer = world.sidecars[target]
+        held = [Pinch(target, messages.Hello, "hold", seconds + 0.1, _nothing, to=source) for _ in range(SILENT_FOR)]
+        world.network.pinches += held
+        world.after(0.003, lambda: writer.kill_engine("killed by a fault"))
+
+        def slow() -> None:
+            if writer.engine is not None and not world.calm:
+                writer.engine.slow = 100.0
+
+        world.after(seconds - 0.001, slow)
+        world.after(seconds + 0.05 * fault.value, lambda: _abort_all(world, source))
+
+    return Pinch(node, messages.Grant, "hold", seconds, then)
+
+
+def _stale_fate(world: World, fault: Fault, node: str) -> Pinch:
+    """What a writer said of a slot comes a second time, when that slot is in doubt again for another room's sake."""
+    seconds = 0.1 + 0.3 * fault.span
+
+    def then(source: str, target: str, message: messages.Message) -> None:
+        receivers = [one for one in world.workers if one.side.name == target]
+        if receivers:
+            workload.burst(world, fault.target, receivers[fault.target % len(receivers)], BURST, seconds)
+        world.after(seconds - 0.03 * fault.value, lambda: _abort_all(world, target))
+
+    # the first room of which a slot comes into doubt is one that is aborted now
+    _abort_all(world, node)
+    return Pinch(node, messages.SlotFate, "echo", seconds, then, to=node)
 
 
 def apply(world: World, fault: Fault) -> None:
@@ -244,6 +301,10 @@ def apply(world: World, fault: Fault) -> None:
             side.kill_engine("killed by a fault")
         case "pinch":
             world.network.pinches.append(_pinch(world, fault, side.name))
+        case "late_hello":
+            world.network.pinches.append(_late_hello(world, fault, side.name))
+        case "stale_fate":
+            world.network.pinches.append(_stale_fate(world, fault, side.name))
         case "few_pages":
             taken, memory = one.memory.take_free(), one.memory
 

@@ -39,6 +39,7 @@ class Pinch:
     how: str  # "hold", "echo" (now and once more later), "lose"
     seconds: float
     then: Callable[[str, str, messages.Message], None]  # called with source, target and the message
+    to: str = ""  # only frames to this node
 
 
 class Network:
@@ -92,7 +93,7 @@ class Network:
 
     def _pinched(self, source: str, target: str, body: tuple[messages.Message, ...]) -> Pinch | None:
         for pinch in self.pinches:
-            if pinch.node not in (source, target):
+            if pinch.node not in (source, target) or (pinch.to and pinch.to != target):
                 continue
             for message in body:
                 if isinstance(message, pinch.kind):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdxfer.core import events, jobs, worker
+from pdxfer.core import events, jobs, messages, worker
 from pdxfer.core.node import Node
 from pdxfer.core.state import RecvRoom
 
 from .engine import VirtualEngine
+from .grants import Grants
 from .memory import Memory
 from .world import Violation, World
 
@@ -52,6 +53,7 @@ class Sidecar:
         self.core = self.make_node(self.name, self.incarnation, f"tcp://{self.name}", "0", self.world.limits)
         self.tick_at = float("inf")
         self.frozen, self.frozen_events = False, []
+        self.grants = Grants(self)
         self._spawn()
 
     def kill(self, back_after: float) -> None:
@@ -145,12 +147,15 @@ class Sidecar:
         if world.trace:
             world.note(self.name, event)
         try:
+            may_be_granted = self.grants.before(event)
             actions = self.core.handle(event, world.now + self.clock)
             self.handled += 1
             if self.handled % self.audit_every == 0:
                 self.core.audit()
             self._punctual()
             self._reserved()
+            self.grants.used(may_be_granted)
+            self.grants.freed()
         except Violation:
             raise
         except Exception as error:
@@ -240,7 +245,9 @@ class Sidecar:
             if world.trace:
                 world.note(self.name, action)
             match action:
-                case events.ToPeer(node=node, to_incarnation=to):
+                case events.ToPeer(node=node, to_incarnation=to, message=message):
+                    if isinstance(message, messages.Grant):
+                        self.grants.said(message)
                     bodies.setdefault((node, to), []).append(action)
                 case events.ToWorker(id=id, frame=frame):
                     if id in self.connections:

@@ -62,6 +62,7 @@ class World:
         self.clean: set[tuple[str, int]] = set()  # rooms that their workers neither abort nor forget
         self.abort_bound = 0.0  # seconds from the Ok of an abort to the room's end on that side
         self.closed: dict[tuple[str, str, int, bool], str] = {}  # the same with the node, as RoomClosed said it
+        self.granted: dict[tuple[str, int, int, int], tuple[str, int, int]] = {}  # see grants.py
         self.struck: Counter[str] = Counter()  # faults that took effect, by kind
         self.refused = False  # an engine has refused a peer's metadata, for as long as both live
         self._token = 0
