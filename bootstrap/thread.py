@@ -35,7 +35,7 @@ from .settings import BootstrapSettings, split_endpoint
 log = logging.getLogger(__name__)
 
 LAST_WORDS: Final = 0.5  # seconds that frames have to leave at an orderly stop
-GENTLE: Final = 0.3  # seconds for a thread to end when asked
+GENTLE: Final = 0.1  # seconds for a thread to end when asked
 PATIENCE: Final = 3.0  # seconds more for one that had to be interrupted; past that, only a new process helps
 FAULTS: Final = ("exception", "loop", "hang")
 

@@ -151,6 +151,15 @@ class Guard:
             )
         return ""
 
+    @property
+    def stalls_in(self) -> float | None:
+        """Seconds from the last look until the service counts as stalled, unless it makes progress. None: it is not watched, or
+        has been killed.
+        """
+        if self._killed is not None or not self.watch.age:
+            return None
+        return self.stall_deadline - self.watch.age + 0.001
+
     def _kill(self, now: float, why: str) -> str:
         """Once, and again each stall deadline while it does not die."""
         if self._killed is not None and now - self._killed < self.stall_deadline:
@@ -228,8 +237,9 @@ class Supervisor:
                     return
             pause = self._settings.check_interval
             for guard in self.guards.values():
-                if guard.due is not None:
-                    pause = min(pause, max(guard.due - loop.time(), 0.001))
+                restarts_in = None if guard.due is None else guard.due - loop.time()
+                for left in (restarts_in, guard.stalls_in):
+                    pause = pause if left is None else min(pause, max(left, 0.001))
             try:
                 await asyncio.wait_for(self._wake.wait(), pause)
             except TimeoutError:

@@ -32,6 +32,16 @@ def test_over_budget_names_service_count_key_and_last_cause() -> None:
         policy.died(3.0, "signal 9")
 
 
+def test_the_next_look_is_when_a_silent_service_would_count_as_stalled() -> None:
+    guard = Guard("bootstrap", S, 1.0)
+    assert guard.decide(Phase.SERVING, 1, 0.0) == "" and guard.stalls_in is None
+    for now in (0.3, 0.6, 0.9):
+        assert guard.decide(Phase.SERVING, 1, now) == "" and guard.stalls_in == pytest.approx(1.001 - now)
+    assert guard.decide(Phase.SERVING, 1, 0.9 + guard.stalls_in) == "kill"
+    assert guard.stalls_in is None, "it is on its way out"
+    assert guard.decide(Phase.SERVING, 2, 1.2) == "" and guard.stalls_in is None
+
+
 def test_old_deaths_leave_the_window() -> None:
     policy = RestartPolicy("engine", S)
     for t in range(3):
