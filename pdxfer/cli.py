@@ -50,6 +50,7 @@ COMMANDS = {
     "keygen": _Command("keygen", "pdxfer", "Make the key pair of a node."),
     "demo": _Command("demo", "pdxfer[demo]", "Two sidecars, a model, a gateway, and faults; prints a verdict."),
     "bench": _Command("bench", "pdxfer[engine]", "Measure rooms between two sidecars against plain NIXL."),
+    "layouts": _Command("layouts", "pdxfer", "The page formats that are known by name; check a buffer against one."),
     "probe": _Command("probe", "pdxfer[engine]", "Index keys moved, and what sparse attention selects after it."),
     "chaos": _Command("chaos", "pdxfer[demo]", "Faults against real processes and in simulation; prints a verdict."),
 }

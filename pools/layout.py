@@ -140,6 +140,13 @@ def read_tensors(
     if not tensors:
         raise Refused("bad_layout", f"pool {name!r}: no tensors, expected one per layer")
     seen = [pages_of(tensor, page_dim, f"pool {name!r}, tensor {i}") for i, tensor in enumerate(tensors)]
+    return layout_of(name, seen, page_tokens, row=row, padded=padded), seen
+
+
+def layout_of(
+    name: str, seen: Sequence[TensorPages], page_tokens: int, *, row: str = "", padded: bool = False
+) -> PoolLayout:
+    """The layout of tensors that were read. Raises Refused('bad_layout') when they disagree."""
     first = seen[0]
     for i, other in enumerate(seen):
         pairs: list[tuple[str, object, object]] = [
@@ -157,14 +164,13 @@ def read_tensors(
                     f"pool {name!r}, tensor {i}: {field} is {found}, expected {expected} as in tensor 0;"
                     " tensors of different shapes belong in pools of their own",
                 )
-    layout = PoolLayout(
+    return PoolLayout(
         name,
         first.dtype,
         first.page_shape,
         page_tokens,
-        planes=len(first.offsets) * len(tensors),
+        planes=len(first.offsets) * len(seen),
         planes_per_layer=len(first.offsets),
         row=row,
         page_bytes=first.stride if padded else first.page_bytes,
     )
-    return layout, seen

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pdxfer.core.reasons import Refused
 from pdxfer.core.worker import PlaneAt, PoolAt
 
-from . import memory
+from . import memory, presets
 from .layout import PoolLayout, numpy_dtype, read_tensors
 from .moving import check_movable, move_storage, storages_of
 from .tensors import check_apart
@@ -70,8 +70,11 @@ class SharedPool:
         *,
         row: str = "",
         padded: bool = False,
+        preset: str = "",
     ) -> Self:
         """Move CPU tensors, one per layer, into shared memory in place: the objects and their content stay the same.
+
+        ``preset`` names the format that the tensors are said to have (see ``pools.presets``); they are checked against it.
 
         Whole storages are moved, so tensors that share one go on sharing it. It takes the memory of one storage more
         than before while it runs. Raises Refused: no_shm, bad_layout; after no_shm the tensors hold what they held.
@@ -79,7 +82,12 @@ class SharedPool:
         who = f"pool {name!r}"
         for i, tensor in enumerate(tensors):
             check_movable(tensor, f"{who}, tensor {i}")
+        format = presets.preset(preset) if preset else None
+        if format is not None:
+            row, padded = row or format.row, padded or format.page_multiple > 1
         layout, seen = read_tensors(name, tensors, page_tokens, page_dim=page_dim, row=row, padded=padded)
+        if format is not None:
+            format.check(layout)
         storages = storages_of(tensors)
         base: dict[int, int] = {}
         size = 0

@@ -11,7 +11,7 @@ lies between two pages does not matter either.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,27 @@ def pages_of(tensor: Any, page_dim: int, who: str) -> TensorPages:
     if isinstance(tensor, np.ndarray):
         return _pages_of(*_read_numpy(tensor, who), page_dim, who)
     raise Refused("bad_layout", f"{who}: a {type(tensor).__name__}, expected a torch tensor or a numpy array")
+
+
+_SAFETENSORS: Final = {  # what the safetensors format calls them: torch's names
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+}  # fmt: skip
+
+
+def torch_name(dtype: str) -> str:
+    """Torch's name of a dtype that is given by it or by the safetensors format's."""
+    return _SAFETENSORS.get(dtype, dtype)
+
+
+def dense(dtype: str, itemsize: int, shape: tuple[int, ...], page_dim: int, who: str) -> TensorPages:
+    """A tensor that nobody has at hand, as one dense block. Raises Refused('bad_layout') as ``pages_of`` does."""
+    strides: list[int] = []
+    step = itemsize
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= n
+    return _pages_of(dtype, itemsize, shape, tuple(strides), _Storage(0, 0, step), page_dim, who)
 
 
 class _Storage(NamedTuple):

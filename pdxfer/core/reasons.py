@@ -253,7 +253,9 @@ _REFUSALS = (
         "check what the router sends",
     ),
     Refusal(
-        "bad_layout", "a pool's layout contradicts itself or its memory", "build the layout from the tensors themselves"
+        "bad_layout",
+        "a pool's layout contradicts itself, its memory or the preset that it is said to be of",
+        "build the layout from the tensors themselves",
     ),
     Refusal(
         "map_failed",

@@ -37,6 +37,7 @@ ARROWS = {
         "daemon",
         "bench",
         "demo",
+        "pools",
         "probe",
         "chaos",
         "sim",
