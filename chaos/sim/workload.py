@@ -91,6 +91,7 @@ def room(
         world.clean.add((name, epoch))
     if fate < 0.03:
         send.finishes = False
+        world.forgotten.add((name, epoch))
     if not 0.03 <= fate < 0.06:
         world.at(first, lambda: source.open(send))
     if not 0.06 <= fate < 0.09:

@@ -60,6 +60,7 @@ class World:
         self.ends: dict[tuple[str, int, bool], str] = {}  # (room, epoch, sending) -> reason, as workers heard it
         self.end_times: dict[tuple[str, int, bool], float] = {}
         self.clean: set[tuple[str, int]] = set()  # rooms that their workers neither abort nor forget
+        self.forgotten: set[tuple[str, int]] = set()  # rooms whose sender never finishes
         self.abort_bound = 0.0  # seconds from the Ok of an abort to the room's end on that side
         self.closed: dict[tuple[str, str, int, bool], str] = {}  # the same with the node, as RoomClosed said it
         self.granted: dict[tuple[str, int, int, int], tuple[str, int, int]] = {}  # see grants.py
