@@ -45,6 +45,30 @@ async def take(world: World) -> dict[str, dict[str, float]]:
     return found
 
 
+class Crowding:
+    """How often processes had to wait for a processor, by the kernel's own account (pressure stall information)."""
+
+    PATH = Path("/proc/pressure/cpu")
+
+    def __init__(self) -> None:
+        self._before, self._at = self._stalled(), time.monotonic()
+
+    def share(self) -> float:
+        """Of the time since the last call, the part in which some process waited for a processor; 0 where no kernel tells."""
+        stalled, now = self._stalled(), time.monotonic()
+        found = (stalled - self._before) / max(now - self._at, 0.01)
+        self._before, self._at = stalled, now
+        return min(1.0, max(0.0, found))
+
+    def _stalled(self) -> float:
+        """Seconds since the machine's start."""
+        try:
+            some = self.PATH.read_text().splitlines()[0]
+        except OSError:
+            return 0.0
+        return int(some.rpartition("total=")[2]) / 1e6
+
+
 class Others:
     """How much of the machine's processor time goes to processes that are not this run's.
 

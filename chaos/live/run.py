@@ -68,7 +68,7 @@ class Run:
         views = {node: await world.look(node) for node in world.nodes}
         self._defects = await self._count_defects()
         self._wrong = await self._bytes()
-        others = inventory.Others(world)
+        others, crowding = inventory.Others(world), inventory.Crowding()
         bystander = await world.agent(prefill[0], decode[0], 4, BYSTANDERS, "bystander")
         load = scenario.load(self.sessions)
         if scenario.delay >= 0:
@@ -81,10 +81,11 @@ class Run:
         if scenario.delay < 0:
             seen.calm = time.monotonic()
             await asyncio.sleep(CALM)
-        calm = others.cores()
+        calm, crowded = others.cores(), crowding.share()
         await self._strike(self.fault)
         await self._serving(views)
         await asyncio.sleep(AFTER)
+        seen.crowding = (crowded, crowding.share())
         await self._stop_load()
         left = await world.home(HOME_DEADLINE * self._patience)
         seen.home = None if left else time.monotonic() - max(seen.stopped, seen.ceased)

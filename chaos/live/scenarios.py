@@ -59,7 +59,6 @@ class Scenario:
     hold: float = 0.0  # from the proof to the end of the fault
     serving: tuple[tuple[str, str, float], ...] = ()  # (what, node, within): "engine", "parent" or "bootstrap"
     keeps: frozenset[str] | None = None  # no room may be lost: every side ends by one of these
-    burns: bool = False  # the fault computes without end, on a core of the machine that all nodes of the run share
     quiet: str = ""  # of this node no service may have been restarted
     gap: float = 0.0  # that node answers, with no longer pause than this
     bystanders: tuple[tuple[str, str], tuple[str, str]] | None = None
@@ -161,7 +160,7 @@ def _threads_and_wire() -> list[Scenario]:
         ),
         Scenario(
             "bootstrap-loop", "an endless loop in the prefill node's bootstrap thread", lambda n: Thread("p", "loop"),
-            "thread_not_restarted", nodes="p", bound=STALLED, serving=(("bootstrap", "p", STALL + THREAD_AGAIN),), burns=True,
+            "thread_not_restarted", nodes="p", bound=STALLED, serving=(("bootstrap", "p", STALL + THREAD_AGAIN),),
         ),
         Scenario(
             "garbage-peers", "a flood of garbage on the bootstrap port, from strangers and from an authorised peer",

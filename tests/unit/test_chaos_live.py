@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pdxfer.chaos.live import judge, show, suite
+from pdxfer.chaos.live import inventory, judge, show, suite
 from pdxfer.chaos.live.growth import growth
 from pdxfer.chaos.live.judge import Evidence
 from pdxfer.chaos.live.records import NEVER, Leg, Trip, Writer, read_legs, read_trips
@@ -162,8 +162,27 @@ def test_the_p99_is_judged_only_where_chance_does_not_explain_it() -> None:
     assert row(judged(untouched=[*calm, *slow]), "p99").verdict == "FAIL"
     busy = row(judged(untouched=[*calm, *slow], others=(0.0, 1.0)), "p99")
     assert busy.verdict == "info" and "other processes used" in busy.note
+    crowded = row(judged(untouched=[*calm, *slow], crowding=(0.1, 0.9)), "p99")
+    assert crowded.verdict == "info" and "in 10% and 90% of the time some process waited" in crowded.note
+    assert row(judged(untouched=[*calm, *slow], crowding=(0.1, 0.2)), "p99").verdict == "FAIL"
+    assert row(judged(untouched=[*calm, *same], crowding=(0.9, 0.9), others=(0.0, 1.0)), "p99").verdict == "pass"
     lost = [*calm, Trip("d", 101, 102, "peer_lost", "done")]
     assert not row(judged(untouched=lost), "untouched rooms").passed
+
+
+def test_crowding_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "cpu"
+    monkeypatch.setattr(inventory.Crowding, "PATH", told)
+    assert inventory.Crowding().share() == 0.0, "a kernel that does not tell"
+    told.write_text(
+        "some avg10=0.00 avg60=0.00 avg300=0.00 total=1000000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+    )
+    seen = inventory.Crowding()
+    told.write_text(
+        "some avg10=9.00 avg60=9.00 avg300=9.00 total=9000000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+    )
+    assert seen.share() == 1.0
+    assert seen.share() == 0.0
 
 
 def test_bytes_home_probe_and_defects() -> None:
