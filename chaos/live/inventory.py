@@ -69,6 +69,26 @@ class Crowding:
         return int(some.rpartition("total=")[2]) / 1e6
 
 
+class Busy:
+    """Which part of the machine's processors computed, for whomever."""
+
+    PATH = Path("/proc/stat")
+
+    def __init__(self) -> None:
+        self._before = self._ticks()
+
+    def share(self) -> float:
+        """Since the last call, 0 to 1."""
+        before, self._before = self._before, self._ticks()
+        idle, total = (now - then for now, then in zip(self._before, before, strict=True))
+        return min(1.0, max(0.0, 1.0 - idle / total)) if total > 0 else 0.0
+
+    def _ticks(self) -> tuple[int, int]:
+        """Idle ones, and all, of all processors since the machine's start."""
+        fields = [int(n) for n in self.PATH.read_text().splitlines()[0].split()[1:9]]  # guest time is part of user time
+        return fields[3] + fields[4], sum(fields)
+
+
 class Others:
     """How much of the machine's processor time goes to processes that are not this run's.
 

@@ -20,6 +20,7 @@ ABORT_WITHIN = 0.1
 HOME_WITHIN = 10.0
 RATIO = 1.5
 CROWDED = 0.25  # of the time some process waited for a processor: a p99 is then the machine's, which nodes of a fleet do not share
+BUSIER = 0.1  # of all processors, that fault and recovery took beside what was used before: likewise
 QUIET = 0.15  # cores that processes which are not the run's may use, before or during, for a p99 that is the run's
 RESAMPLES = 400
 OWN = ("early-", "reuse-", "record-", *(f"{dead}-" for dead in DEAD))  # rooms of the faults themselves, judged by them
@@ -60,6 +61,7 @@ class Evidence:
         0.0,
         0.0,
     )  # part of the time in which some process waited for a processor, likewise
+    busy: tuple[float, float] = (0.0, 0.0)  # part of all processors that computed, likewise
 
 
 def ended(leg: Leg, seen: Evidence) -> float:
@@ -191,8 +193,9 @@ def _untouched(scenario: Scenario, seen: Evidence) -> list[Row]:
         ratio.values = [percentile(after, 99) / percentile(before, 99)]
         low, high = interval(before, after)
         crowded = max(seen.crowding) > CROWDED
+        busier = seen.busy[1] - seen.busy[0] > BUSIER
         quiet = max(seen.others) <= QUIET
-        ratio.gate = high <= RATIO or (quiet and not crowded and low > RATIO)
+        ratio.gate = high <= RATIO or (quiet and not crowded and not busier and low > RATIO)
         ratio.note = (
             f"{percentile(before, 99) * 1000:.1f} ms over {len(before)} rooms before, {percentile(after, 99) * 1000:.1f} ms over"
             f" {len(after)} during and after; 95 % interval {low:.2f} to {high:.2f}"
@@ -201,6 +204,10 @@ def _untouched(scenario: Scenario, seen: Evidence) -> list[Row]:
             if crowded:
                 why = "in {:.0%} and {:.0%} of the time some process waited for one of the {} processors that all nodes share here".format(
                     *seen.crowding, len(os.sched_getaffinity(0))
+                )
+            elif busier:
+                why = "fault and recovery computed on the {} processors that all nodes share here: {:.0%} of them were busy before, {:.0%} during".format(
+                    len(os.sched_getaffinity(0)), *seen.busy
                 )
             elif not quiet:
                 why = "other processes used {:.2f} and {:.2f} cores".format(*seen.others)

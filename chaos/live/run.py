@@ -72,20 +72,21 @@ class Run:
         bystander = await world.agent(prefill[0], decode[0], 4, BYSTANDERS, "bystander")
         load = scenario.load(self.sessions)
         if scenario.delay >= 0:
-            await asyncio.sleep(CALM + 1.0)
-            seen.calm = time.monotonic() - CALM
+            await asyncio.sleep(1.0)
+            seen.calm, busy = time.monotonic(), inventory.Busy()
+            await asyncio.sleep(CALM)
         for engine in more:
             self._agents.append(await world.agent(engine, DECODE, self.sessions, load, "second"))
         self._agents.append(await world.agent(PREFILL, DECODE, self.sessions, load, "load"))
         await self._flowing()
         if scenario.delay < 0:
-            seen.calm = time.monotonic()
+            seen.calm, busy = time.monotonic(), inventory.Busy()
             await asyncio.sleep(CALM)
-        calm, crowded = others.cores(), crowding.share()
+        calm, crowded, used = others.cores(), crowding.share(), busy.share()
         await self._strike(self.fault)
         await self._serving(views)
         await asyncio.sleep(AFTER)
-        seen.crowding = (crowded, crowding.share())
+        seen.crowding, seen.busy = (crowded, crowding.share()), (used, busy.share())
         await self._stop_load()
         left = await world.home(HOME_DEADLINE * self._patience)
         seen.home = None if left else time.monotonic() - max(seen.stopped, seen.ceased)

@@ -165,7 +165,11 @@ def test_the_p99_is_judged_only_where_chance_does_not_explain_it() -> None:
     crowded = row(judged(untouched=[*calm, *slow], crowding=(0.1, 0.9)), "p99")
     assert crowded.verdict == "info" and "in 10% and 90% of the time some process waited" in crowded.note
     assert row(judged(untouched=[*calm, *slow], crowding=(0.1, 0.2)), "p99").verdict == "FAIL"
-    assert row(judged(untouched=[*calm, *same], crowding=(0.9, 0.9), others=(0.0, 1.0)), "p99").verdict == "pass"
+    busier = row(judged(untouched=[*calm, *slow], busy=(0.2, 0.6)), "p99")
+    assert busier.verdict == "info" and "20% of them were busy before, 60% during" in busier.note
+    assert row(judged(untouched=[*calm, *slow], busy=(0.6, 0.65)), "p99").verdict == "FAIL"
+    crammed = judged(untouched=[*calm, *same], crowding=(0.9, 0.9), others=(0.0, 1.0), busy=(0.0, 1.0))
+    assert row(crammed, "p99").verdict == "pass"
     lost = [*calm, Trip("d", 101, 102, "peer_lost", "done")]
     assert not row(judged(untouched=lost), "untouched rooms").passed
 
@@ -182,6 +186,17 @@ def test_crowding_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.Mo
         "some avg10=9.00 avg60=9.00 avg300=9.00 total=9000000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
     )
     assert seen.share() == 1.0
+    assert seen.share() == 0.0
+
+
+def test_busy_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "stat"
+    monkeypatch.setattr(inventory.Busy, "PATH", told)
+    told.write_text("cpu  100 0 100 700 100 0 0 0 50 0\ncpu0 1 2 3 4\n")
+    seen = inventory.Busy()
+    assert seen.share() == 0.0, "no tick has passed"
+    told.write_text("cpu  125 0 125 740 110 0 0 0 70 0\ncpu0 1 2 3 4\n")
+    assert seen.share() == pytest.approx(0.5)
     assert seen.share() == 0.0
 
 
