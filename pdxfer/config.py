@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .bootstrap.settings import BootstrapSettings, RegistrySettings
-from .core.limits import Limits
+from .core.limits import Limits, MirrorSettings
 from .engine.settings import EngineSettings
 from .settings import AdminSettings, DebugSettings, LogSettings, NodeSettings, SupervisorSettings, WorkerSettings
 
@@ -40,6 +40,7 @@ class Config(msgspec.Struct, frozen=True):
     registry: RegistrySettings = RegistrySettings()
     admin: AdminSettings = AdminSettings()
     limits: Limits = Limits()
+    mirror: MirrorSettings = MirrorSettings()
     supervisor: SupervisorSettings = SupervisorSettings()
     log: LogSettings = LogSettings()
     debug: DebugSettings = DebugSettings()

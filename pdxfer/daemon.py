@@ -26,12 +26,14 @@ from .cli import BUSY, INTERNAL, OK, UNAVAILABLE, USAGE
 from .config import Effective
 from .core import events, jobs, messages, worker
 from .core.node import Node
+from .core.reasons import Refused
 from .driver import Driver
 from .engine import exits
 from .engineservice import EngineService
 from .metrics import Metrics
 from .operations import Operations
 from .peerlink import RELOADABLE, BootstrapService
+from .pools import mirror
 from .runtime import Notifier, RuntimeDir, RuntimeDirBusy, RuntimeDirError
 from .supervisor import RestartPolicy, Supervisor
 from .workers import SocketInUse, WorkerService
@@ -138,6 +140,7 @@ class Daemon:
         self._hurry = asyncio.Event()
         self._workers_up = False
         self._exit_code = OK
+        self._mirror: tuple[int, ...] = ()  # its descriptor, if there is a mirror
         self._failure = ""  # why the daemon gives up, when it does
         self.started = False
         self.ended: int | None = None  # the exit code, once everything is closed
@@ -150,6 +153,7 @@ class Daemon:
         await asyncio.to_thread(time.monotonic)
         try:
             await self._runtime.own_engines(patience=15.0, kill_after=2.0)
+            await self._take_mirror()
             self._wire()
             try:
                 await self._start()
@@ -170,6 +174,15 @@ class Daemon:
         return self._exit_code
 
     # start ---------------------------------------------------------------------------------------------------------
+
+    async def _take_mirror(self) -> None:
+        """All of its memory, now or not at all: it would be a SIGBUS later."""
+        size = self._settings.mirror.bytes
+        if size:
+            try:
+                self._mirror = (await asyncio.to_thread(mirror.allocate, size),)
+            except Refused as error:
+                raise StartError(f"mirror.bytes is {size}: {error.detail}", BUSY) from None
 
     def _wire(self) -> None:
         """Make the parts; nothing runs yet."""
@@ -207,7 +220,7 @@ class Daemon:
             raise StartError(f"bootstrap.key_file: {error}", code) from None
         # Its address, with a port of its own choice perhaps, is what the node tells its peers.
         self._bind("bootstrap", settings.bootstrap.listen, self.bootstrap.start)
-        self.node = Node(name, incarnation, self.bootstrap.address, __version__, settings.limits)
+        self.node = Node(name, incarnation, self.bootstrap.address, __version__, settings.limits, settings.mirror)
         errors = RestartPolicy("core", settings.supervisor, "core_error_budget")
         self.driver = Driver(self.node, self, self.metrics, errors, self._give_up)
         self.operations = Operations(self.driver, self.metrics, self.engine, self.bootstrap, hooks=settings.debug.hooks)
@@ -285,7 +298,7 @@ class Daemon:
 
     def _no_rooms(self) -> bool:
         st = self.node.state
-        return not (st.sends or st.recvs or st.homing)
+        return not (st.sends or st.recvs or st.homing or self.node.mirrors.operations)
 
     async def _until(self, reached: Callable[[], bool], timeout: float) -> bool:
         """Wait for it, for so long, or until a second signal or a failure."""
@@ -342,6 +355,9 @@ class Daemon:
 
     def fds(self, id: int) -> tuple[int, ...]:
         return self.workers.fds(id)
+
+    def mirror_fds(self) -> tuple[int, ...]:
+        return self._mirror
 
     def forget_worker(self, id: int) -> None:
         self.workers.forget(id)

@@ -29,6 +29,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from .core.ledger import PAGE_STATES
+from .core.mirror import DROPS, ENTRY_STATES
 from .core.reasons import ENDS, REFUSALS
 from .core.snapshot import PEER_STATES, RECV_SLOT_STATES, RECV_STATES, SEND_SLOT_STATES, SEND_STATES
 
@@ -37,6 +38,8 @@ ROOM_STATES = {"send": SEND_STATES, "receive": RECV_STATES}
 SLOT_STATES = {"send": SEND_SLOT_STATES, "receive": RECV_SLOT_STATES}
 ORIGINS = ("peer", "worker", "engine")
 OUTCOMES = ("DONE", "ABORTED", "FAILED")
+MIRROR_KINDS = ("store", "load")
+MIRROR_BLOCKS = ("asked", "found", "stored", "loaded")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -105,6 +108,10 @@ class Metrics:
         self.tombstones = gauge("tombstones", "Ends of rooms that are remembered.")
         self.is_ready = gauge("ready", "1 while /readyz answers 200.")
         self.is_draining = gauge("draining", "1 after SIGTERM.")
+        self.mirror_bytes = gauge("mirror_bytes", "Memory of the host mirror.")
+        self.mirror_entries = gauge("mirror_entries", "Entries of the host mirror by state.", "state")
+        self.mirror_leases = gauge("mirror_leases", "Lookups that hold entries.")
+        self.mirror_operations = gauge("mirror_operations", "Stores and loads that have not ended.")
         self.build = gauge("build_info", "Always 1.", "version", "python", "node")
         self.incarnation = gauge("incarnation", "The node's incarnation (nanoseconds since 1970 at its start).")
 
@@ -119,6 +126,12 @@ class Metrics:
         self.core_errors = counter("core_errors", "Events that the core raised on: defects.")
         self.engine_kills = counter("engine_kills", "Engines that the core killed as a fence.")
         self.registry_errors = counter("registry_errors", "Questions to the registry that it did not answer.")
+        self.mirror_lookups = counter("mirror_lookups", "Lookups in the host mirror.")
+        self.mirror_blocks = counter("mirror_blocks", "Blocks that were asked for, found, stored and loaded.", "what")
+        self.mirror_moved = counter("mirror_payload_bytes", "Bytes copied into and out of the host mirror.", "kind")
+        self.mirror_drops = counter("mirror_dropped_blocks", "Blocks that are found no more, by reason.", "reason")
+        self.mirror_ends = counter("mirror_ends", "Stores and loads that ended, by reason.", "kind", "reason")
+        self._mirror_before: dict[tuple[str, ...], float] = {}
         self.room_seconds = Histogram(
             "pdxfer_room_seconds", "Seconds from a room's opening to its end.", ("side", "outcome"),
             buckets=SECONDS, registry=self.registry,
@@ -140,6 +153,16 @@ class Metrics:
         for kind, slot_states in SLOT_STATES.items():
             for state in slot_states:
                 self.slots.labels(kind, state)
+        for state in ENTRY_STATES:
+            self.mirror_entries.labels(state)
+        for what in MIRROR_BLOCKS:
+            self.mirror_blocks.labels(what)
+        for why in DROPS:
+            self.mirror_drops.labels(why)
+        for kind in MIRROR_KINDS:
+            self.mirror_moved.labels(kind)
+            for reason in ENDS:
+                self.mirror_ends.labels(kind, reason)
         for origin in ORIGINS:
             for reason in REFUSALS:
                 self.refused.labels(origin, reason)
@@ -201,7 +224,30 @@ class Metrics:
         self.parked.set(status["parked_wants"])
         self.tombstones.set(status["tombstones"])
         self.jobs.set(status["jobs"])
+        self._update_mirror(status["mirror"])
         self.dropped.inc(max(status["frames_dropped"] - self._dropped_before, 0))
         self._dropped_before = status["frames_dropped"]
         self.is_ready.set(status["ready"])
         self.is_draining.set(status["draining"])
+
+    def _update_mirror(self, mirror: Mapping[str, Any]) -> None:
+        self.mirror_bytes.set(mirror["bytes"])
+        self.mirror_leases.set(mirror["leases"])
+        self.mirror_operations.set(mirror["operations"])
+        for state in ENTRY_STATES:
+            self.mirror_entries.labels(state).set(mirror["entries"][state])
+        totals = mirror["totals"]
+        self._grow(self.mirror_lookups, ("lookups",), totals["lookups"])
+        for what in MIRROR_BLOCKS:
+            self._grow(self.mirror_blocks.labels(what), ("blocks", what), totals[f"blocks_{what}"])
+        for why in DROPS:
+            self._grow(self.mirror_drops.labels(why), ("drops", why), mirror["dropped"][why])
+        for kind, past in zip(MIRROR_KINDS, ("stored", "loaded"), strict=True):
+            self._grow(self.mirror_moved.labels(kind), ("bytes", kind), totals[f"bytes_{past}"])
+            for reason, n in mirror["ends"][kind].items():
+                self._grow(self.mirror_ends.labels(kind, reason), ("ends", kind, reason), n)
+
+    def _grow(self, counter: Counter, key: tuple[str, ...], total: float) -> None:
+        """Move a counter to a total that the core counts."""
+        counter.inc(max(total - self._mirror_before.get(key, 0.0), 0.0))
+        self._mirror_before[key] = total

@@ -1,4 +1,4 @@
-"""The live verbs of ``pdxfer chaos``: list, run, soak, wedge, cost.
+"""The live verbs of ``pdxfer chaos``: list, run, soak, wedge, cost, corruption.
 
 Owns: their options and exit codes. Must not: run anything itself.
 """
@@ -194,6 +194,53 @@ def cost(concurrency: tuple[int, ...], rooms: int, rounds: int, json_file: Path 
         costs.write_json(json_file, found)
 
 
+@click.command(epilog="Example: pdxfer chaos corruption --concurrency 1,80 --requests 500 --json corruption.json")
+@click.option(
+    "--concurrency", callback=_counts, default="1,8,60,80", show_default=True, metavar="N,…", help="Requests at a time."
+)
+@click.option("--requests", type=click.IntRange(1), default=500, show_default=True, help="For each line of the table.")
+@click.option(
+    "--build",
+    "builds",
+    type=click.Choice(("off", "sized for fp8", "no ledger", "after")),
+    multiple=True,
+    help="Only these; again for more.",
+)
+@click.option(
+    "--dtype", "dtypes", type=click.Choice(("bf16", "fp8")), multiple=True, help="Only this format of the index keys."
+)
+@click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write every count as JSON.")
+def corruption(
+    concurrency: tuple[int, ...],
+    requests: int,
+    builds: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    json_file: Path | None,
+) -> None:
+    """The original corruption, before and after: requests with shared prefixes through the host mirror, and how many of them are wrong.
+
+    "before" is two mutants: a mirror that is sized for fp8 index keys beside a device that may hold bf16, and one without the
+    ledger. Exit code 0 when the product was never wrong, and each mutant was.
+    """
+    from . import corruption as corrupted
+
+    console = _console()
+    found: list[corrupted.Outcome] = []
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    interruptible(
+        lambda: corrupted.compare(
+            builds or list(corrupted.BUILDS), dtypes or corrupted.DTYPES, concurrency, requests, found, say
+        )
+    )
+    console.print(corrupted.table(found))
+    if json_file is not None:
+        corrupted.write_json(json_file, found)
+    raise SystemExit(0 if corrupted.as_expected(found) else FAILED)
+
+
 def _choose(names: Sequence[str], everything: bool) -> list[Scenario]:
     if everything or not names:
         if not everything:
@@ -234,4 +281,4 @@ def _publish(
     raise SystemExit(FAILED if bad or failed else 0)
 
 
-COMMANDS = {"list": list_, "run": run, "soak": soak, "wedge": wedge, "cost": cost}
+COMMANDS = {"list": list_, "run": run, "soak": soak, "wedge": wedge, "cost": cost, "corruption": corruption}

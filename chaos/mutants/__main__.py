@@ -6,6 +6,7 @@ import sys
 
 from pdxfer.cli import main
 
+from . import mirror  # noqa: F401 - it registers its bugs
 from .live import BUGS
 
 

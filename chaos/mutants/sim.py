@@ -17,6 +17,8 @@ from pdxfer.core.ends import Ends
 from pdxfer.core.engines import Engines
 from pdxfer.core.ledger import PageLedger, SlotState
 from pdxfer.core.local import Local
+from pdxfer.core.mirror import MirrorIndex
+from pdxfer.core.mirrors import Mirrors
 from pdxfer.core.node import Node
 from pdxfer.core.peers import Peers
 from pdxfer.core.receiver import Receiver
@@ -257,6 +259,54 @@ def dead_worker_unnoticed(original: Any, self: Workers, event: Any) -> None:
     if owner is not None and self.state.by_engine_id.get(owner.engine_id) is owner:
         del self.state.by_engine_id[owner.engine_id]
         self.state.timers.clear(("worker", owner.id))
+
+
+@replaces(MirrorIndex, "find", "a block is found while it is being filled: a load races with the store")
+def half_filled_blocks_are_found(original: Any, self: MirrorIndex, space: str, keys: Any) -> Any:
+    known = self._spaces.get(space)
+    if known is not None:
+        for key in keys:
+            if key in known.filling:
+                entry = known.filling[key]
+                digest = self._digest[entry]
+                self.filled(entry, digest)
+    return original(self, space, keys)
+
+
+@replaces(MirrorIndex, "_first", "what is pinned is evicted like everything else")
+def eviction_ignores_pins(original: Any, self: MirrorIndex, space: Any) -> Any:
+    return next((e for e in space.ready.values() if self._used[e] != self._tick), None)
+
+
+@replaces(Mirrors, "settle", "the pages of a store or load go home while a copy still touches them")
+def mirror_pages_home_before_the_copy_ended(original: Any, self: Mirrors, op: Any) -> None:
+    jobs, op.jobs = op.jobs, {}
+    original(self, op)
+    op.jobs = jobs
+
+
+@replaces(Mirrors, "engine_lost", "what a dead engine was filling is taken for filled", likely=1631)
+def half_filled_blocks_are_reused(original: Any, self: Mirrors, detail: str) -> None:
+    for op in dict.fromkeys(self.jobs.values()):
+        if not op.loading:
+            for _, entry in [b for batch in op.jobs.values() for b in batch if b[1] in op.left]:
+                self.landed(op, entry, 0)
+    original(self, detail)
+
+
+@replaces(Mirrors, "_entry", "of two pools only the first is stored and loaded")
+def one_pool_of_two(original: Any, self: Mirrors, op: Any, block: int, entry: int) -> Any:
+    whole = original(self, op, block, entry)
+    return type(whole)(whole.offset, whole.digest, whole.rows[:1])
+
+
+@replaces(Mirrors, "_space", "tenants find what others have stored")
+def tenants_share(original: Any, self: Mirrors, model: str, tenant: str) -> str:
+    return "everybody"
+
+
+@replaces(Mirrors, "overdue", "a store or load has no deadline")
+def no_deadline_of_the_mirror(original: Any, self: Mirrors, serial: int) -> None: ...
 
 
 def _no_deadline(side: type, reason: str, phase: str) -> None:

@@ -46,6 +46,8 @@ class VirtualEngine:
         self.send_slots: list[list[int]] = [[] for _ in range(send_slots)]
         self.recv_slots: list[list[int]] = [[] for _ in range(recv_slots)]
         self.pools: dict[int, Memory] = {}
+        self.mirror: dict[int, list[int]] | None = None  # of the parent: what each entry holds, by offset
+        self.copied: dict[int, str] = {}  # entries that a job touches: "read" or "written"
         self.peers: set[str] = set()
         self.incoming: dict[int, tuple[int, int, str]] = {}  # WRITEs into this engine: slot, generation, whose
         self._writes: dict[int, VirtualEngine] = {}  # WRITEs by this engine, from the job on, and their targets
@@ -143,6 +145,11 @@ class VirtualEngine:
                 self._scatter(job)
             case jobs.Copy():
                 self._copy(job)
+            case jobs.MapMirror():
+                self.mirror = self.side.mirror
+                self.report(jobs.MirrorMapped(""))
+            case jobs.MirrorStore() | jobs.MirrorLoad():
+                self._mirror(job)
             case jobs.Expect() | jobs.Close():
                 return
 
@@ -305,6 +312,52 @@ class VirtualEngine:
 
         def begin() -> None:
             copy(0, half)
+            self._later(0.0005, 0.003, end)
+
+        self._later(0.0002, 0.001, begin)
+
+    def _mirror(self, job: jobs.MirrorStore | jobs.MirrorLoad) -> None:
+        storing = isinstance(job, jobs.MirrorStore)
+        why = f"{self.agent} {type(job).__name__} {job.job}"
+        mirror = self.mirror
+        if mirror is None:
+            raise Violation(f"{why}: the mirror is not mapped")
+        work: list[tuple[list[int], int, tuple[Memory, int, int, int]]] = []
+        bad = []
+        for n, entry in enumerate(job.entries):
+            if entry.offset in self.copied and (storing or self.copied[entry.offset] == "written"):
+                raise Violation(f"{why}: the entry at {entry.offset} is being {self.copied[entry.offset]}")
+            cells = self._cells(job.worker, entry.rows, why)
+            place = mirror.setdefault(entry.offset, [])
+            if storing:
+                place[:] = [-3] * len(cells)
+            elif digest(place) != entry.digest:
+                bad.append(n)
+                continue
+            self.copied[entry.offset] = "written" if storing else "read"
+            work += [(place, i, cell) for i, cell in enumerate(cells)]
+        half = len(work) // 2
+
+        def move(first: int, last: int) -> None:
+            for place, i, (memory, pool, plane, page) in work[first:last]:
+                if storing:
+                    place[i] = memory.read(pool, plane, page, why)
+                else:
+                    memory.write(pool, plane, page, place[i], why)
+
+        def end() -> None:
+            move(half, len(work))
+            for entry in job.entries:
+                self.copied.pop(entry.offset, None)
+            error = "injected" if self._fails() else ""
+            if storing:
+                digests = () if error else tuple(digest(mirror[entry.offset]) for entry in job.entries)
+                self.report(jobs.MirrorStored(job.job, digests, error))
+            else:
+                self.report(jobs.MirrorLoaded(job.job, tuple(bad), error))
+
+        def begin() -> None:
+            move(0, half)
             self._later(0.0005, 0.003, end)
 
         self._later(0.0002, 0.001, begin)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pdxfer.core.ledger import SlotState
 
-from . import faults, workload
+from . import faults, mirror, workload
 from .faults import MANY, Fault
 from .network import Network
 from .sidecar import Sidecar
@@ -46,6 +46,7 @@ class Result:
     violation: str = ""
     faults: list[Fault] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
+    mirror: Counter[str] = field(default_factory=Counter)  # how stores and loads ended
     struck: Counter[str] = field(default_factory=Counter)  # faults that took effect
     steps: int = 0
     seconds: float = 0.0  # virtual
@@ -76,12 +77,14 @@ def run(
     kept = [f for i, f in enumerate(drawn(seed, nodes)) if chosen is None or i in chosen]
     result = Result(seed, faults=kept)
     world = World(seed, trace=trace)
+    world.mirror = mirror.SETTINGS if mirror.has_mirror(seed) else None
     with mutant():
         try:
             _run(world, rng, kept, nodes, audit_every, result)
         except Violation as violation:
             result.violation = f"at {world.now:.4f} s: {violation}"
     result.ends, result.struck = Counter(world.ends.values()), world.struck
+    result.mirror = world.mirror_ends
     result.steps, result.seconds, result.timeline = world.steps, world.now, world.timeline
     return result
 
@@ -172,6 +175,8 @@ def unsettled(world: World) -> str:
             return f"worker {one.engine_id} is not attached"
         if one.tasks:
             return f"worker {one.engine_id} waits for {sorted(one.tasks)}"
+        if one.mirror is not None and one.mirror.busy:
+            return f"worker {one.engine_id} waits for {one.mirror.asked or one.mirror.open} of the mirror"
         if one.memory.lent:
             return f"worker {one.engine_id}: {one.memory.lent} pages are not home"
     for side in world.sidecars.values():
@@ -180,7 +185,11 @@ def unsettled(world: World) -> str:
         st = side.core.state
         if not st.engine.up or side.engine.hung:
             return f"the engine of {side.name} is not up"
-        for what in (st.sends, st.recvs, st.homing, st.jobs, st.parked, side.core.ends.closing):
+        mirrors = side.core.mirrors
+        for what in (
+            st.sends, st.recvs, st.homing, st.jobs, st.parked, side.core.ends.closing, mirrors.operations, mirrors.jobs,
+            mirrors.leases,
+        ):  # fmt: skip
             if what:
                 return f"node {side.name} still holds {what}"
         if any(counts["home"] != sum(counts.values()) for counts in st.pages.counts().values()):

@@ -6,6 +6,7 @@ each event. Must not: filter what the Node says.
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 from pdxfer.core import events, jobs, messages, worker
@@ -50,7 +51,10 @@ class Sidecar:
 
     def start(self) -> None:
         self.incarnation += 1
-        self.core = self.make_node(self.name, self.incarnation, f"tcp://{self.name}", "0", self.world.limits)
+        self.core = self.make_node(
+            self.name, self.incarnation, f"tcp://{self.name}", "0", self.world.limits, self.world.mirror
+        )
+        self.mirror: dict[int, list[int]] = {}  # a new parent has a new one
         self.tick_at = float("inf")
         self.frozen, self.frozen_events = False, []
         self.grants = Grants(self)
@@ -114,6 +118,17 @@ class Sidecar:
             self.world.limits.stall_deadline,
             lambda: self.kill_engine("heartbeat stopped") if self.engine is engine and engine.hung else None,
         )
+
+    def flip(self, rng: random.Random) -> None:
+        """Somebody, or a bad bit, changes a byte of the mirror: of an entry that is not being copied just then, since between
+        the comparison of a digest and the copy nothing could notice it.
+        """
+        copied = self.engine.copied if self.engine is not None else {}
+        full = [place for offset, place in self.mirror.items() if place and offset not in copied]
+        if full:
+            place = rng.choice(full)
+            place[rng.randrange(len(place))] = -4
+            self.world.flipped += 1
 
     def freeze(self, seconds: float) -> None:
         self.frozen = True

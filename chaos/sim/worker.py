@@ -15,6 +15,7 @@ from pdxfer.core import worker
 from pdxfer.core.events import WorkerSaid
 
 from .memory import SPECS, Memory
+from .mirror import MirrorUser
 from .sidecar import Sidecar
 from .world import Violation, World
 
@@ -75,6 +76,7 @@ class VirtualWorker:
         self.doomed: set[Key] = set()  # aborted before they came
         self.tasks: dict[tuple[str, int, bool], Task] = {}
         self.held: list[Task] = []  # ended by a lost connection: their pages are not safe before we are attached again
+        self.mirror = MirrorUser(self) if world.mirror is not None else None
         world.workers.append(self)
         self.attach()
         self._ping(0)
@@ -114,6 +116,8 @@ class VirtualWorker:
         self.tasks.clear()
         self.asked.clear()
         self.doomed.clear()
+        if self.mirror is not None:
+            self.mirror.disconnected()
         self._again()
 
     def drop(self) -> None:
@@ -135,6 +139,8 @@ class VirtualWorker:
         self.tasks, self.asked, self.held, self.doomed = {}, {}, [], set()
         self.memory = Memory(self.world, f"{self.engine_id}#{self.life + 1}", self.num_pages)
         self.life += 1
+        if self.mirror is not None:
+            self.mirror.died()
         life = self.life
         self.world.after(back_after, lambda: self.attach() if life == self.life else None)
         self._ping(life)
@@ -142,7 +148,7 @@ class VirtualWorker:
     def _ping(self, life: int) -> None:
         if life != self.life:
             return
-        if self.tasks:
+        if self.tasks or (self.mirror is not None and self.mirror.busy):
             self.say(worker.Ping())
         self.world.after(0.5, lambda: self._ping(life))
 
@@ -274,6 +280,14 @@ class VirtualWorker:
                 for lost in self.held:
                     self._home(lost)
                 self.held = []
+                if self.mirror is not None:
+                    self.mirror.attached()
+            case worker.Held() | worker.Evicted() | worker.MirrorEnded() if self.mirror is not None:
+                self.mirror.says(frame)
+            case worker.Ok(req=req) if self.mirror is not None and self.mirror.answers(req):
+                self.mirror.ok(req)
+            case worker.Rejected(req=req, code=code) if self.mirror is not None and self.mirror.answers(req):
+                self.mirror.rejected(req, code)
             case worker.Ok(req=req):
                 kind, task = self._answered(req)
                 if kind == "reuse":

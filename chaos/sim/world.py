@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pdxfer.core.limits import Limits
+from pdxfer.core.limits import Limits, MirrorSettings
 
 if TYPE_CHECKING:
     from .engine import VirtualEngine
@@ -66,12 +66,23 @@ class World:
         self.granted: dict[tuple[str, int, int, int], tuple[str, int, int]] = {}  # see grants.py
         self.struck: Counter[str] = Counter()  # faults that took effect, by kind
         self.refused = False  # an engine has refused a peer's metadata, for as long as both live
+        self.mirror: MirrorSettings | None = None
+        self.mirror_ends: Counter[str] = Counter()  # of stores and loads
+        self.flipped = 0  # entries of mirrors that somebody has changed
+        self._prefixes: dict[tuple[object, ...], int] = {}
         self._token = 0
 
     def token(self) -> int:
         """A page content that was never seen before."""
         self._token += 1
         return self._token
+
+    def prefix_token(self, what: tuple[object, ...]) -> int:
+        """The content of a page that is a function of ``what``."""
+        found = self._prefixes.get(what)
+        if found is None:
+            found = self._prefixes[what] = self.token()
+        return found
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         self._serial += 1

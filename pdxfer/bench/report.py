@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import mirror
 from .run import WAYS, Figures, Outcome, Result
 
 
@@ -70,3 +71,40 @@ def _row(f: Figures, limit: float, per_page: list[float]) -> list[str]:
         str(f.concurrency), f.way, f"{rate:.2f}", f"{f.rooms_per_second:.0f}", f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}",
         *(f"{rate / other:.2f}" for other in per_page), f"{rate / limit:.0%}",
     ]  # fmt: skip
+
+
+def show_mirror(result: mirror.Result, console: Console) -> None:
+    """Print what ``pdxfer bench mirror`` found."""
+    m = result.machine
+    console.print(
+        f"pdxfer {m['pdxfer']}; {m['processor']}, {m['cores']} cores, load before the start {m['load_before']}"
+    )
+    for outcome in result.outcomes:
+        table = Table(
+            title=f"pages of {outcome.page_bytes} bytes in {outcome.planes} planes: entries of {outcome.entry_bytes / 1024:g} KiB,"
+            f" {outcome.blocks} of them at a time",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+        )
+        for column in ("at a time", "way", "GB/s", "p50 ms", "p99 ms", "of memcpy"):
+            table.add_column(column, justify="left" if column == "way" else "right")
+        for f in outcome.figures:
+            table.add_row(
+                str(f.concurrency), f.way, f"{f.gigabytes_per_second:.2f}", f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}",
+                f"{f.of_memcpy:.0%}", end_section=f.way == mirror.WAYS[-1],
+            )  # fmt: skip
+        console.print(table)
+        console.print(
+            f"The digest alone: {outcome.digest_gigabytes_per_second:.1f} GB/s. Checked: every byte of {outcome.blocks_checked}"
+            " loaded blocks, none wrong."
+        )
+    found = result.lookup
+    console.print(
+        f"Lookup of {found['tokens']:.0f} tokens ({found['blocks']:.0f} blocks, all held): p50 {found['p50_ms']:.2f} ms, p99"
+        f" {found['p99_ms']:.2f} ms; of these the keys take {found['hash_p50_ms']:.2f} ms and the index {found['find_p50_ms']:.2f} ms."
+    )
+    index = result.index
+    console.print(
+        f"Index of {index['entries']:.0f} entries: {index['bytes_per_entry']:.0f} bytes for each,"
+        f" {index['bytes_per_entry_after_churn']:.0f} after as many evictions."
+    )

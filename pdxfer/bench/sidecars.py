@@ -50,6 +50,11 @@ class Sidecars:
         }
         await self._start("d", "--registry-nodes", json.dumps([entry]))
 
+    async def alone(self, *flags: str) -> None:
+        """The first one without the other. Raises DemoError when it does not come up."""
+        keys.save(self.directory / "p.key", keys.generate())
+        await self._start("p", *flags)
+
     async def _start(self, node: str, *flags: str) -> None:
         spec = Spec(
             f"sidecar {node}",

@@ -4,13 +4,26 @@ Owns: Client (polled from an engine's loop) and AsyncClient (asyncio). Must not:
 block in anything but ``poll(timeout)`` and the first attach.
 """
 
-from .aio import AsyncClient, AsyncReceive, AsyncSend
+from .aio import AsyncClient, AsyncMirror, AsyncReceive, AsyncSend
 from .errors import AttachRefused, PdxferError, PdxferRefused, SidecarUnavailable
-from .events import Disconnected, Ended, Event, Matched, Reconnected, Rejected, Released, RoomEnd
+from .events import (
+    Disconnected,
+    Ended,
+    Event,
+    Matched,
+    MirrorEnd,
+    MirrorEvicted,
+    MirrorHeld,
+    Reconnected,
+    Rejected,
+    Released,
+    RoomEnd,
+)
 from .sync import Client, ReceiveRoom, SendRoom
 
 __all__ = [
     "AsyncClient",
+    "AsyncMirror",
     "AsyncReceive",
     "AsyncSend",
     "AttachRefused",
@@ -19,6 +32,9 @@ __all__ = [
     "Ended",
     "Event",
     "Matched",
+    "MirrorEnd",
+    "MirrorEvicted",
+    "MirrorHeld",
     "PdxferError",
     "PdxferRefused",
     "ReceiveRoom",

@@ -15,8 +15,9 @@ from pdxfer.core import worker
 from pdxfer.pools import SharedPool
 
 from .errors import PdxferError, PdxferRefused, SidecarUnavailable
-from .events import Ended, Event, Matched, Rejected, Released, RoomEnd
+from .events import Ended, Event, Matched, MirrorEnd, MirrorEvicted, MirrorHeld, Rejected, Released, RoomEnd
 from .link import CLOSED, DOWN, PASSING, UP, Link
+from .mirror import TokenIds
 from .pages import PageLists
 from .rooms import Room, RoomKey
 
@@ -113,6 +114,24 @@ class AsyncReceive(AsyncRoom):
     """A receive, from AsyncClient.receive."""
 
 
+class AsyncMirror:
+    """A store or load of the host mirror, from AsyncClient.store or load."""
+
+    def __init__(self, client: AsyncClient, number: int) -> None:
+        self._client = client
+        self.number = number
+        self._ended: asyncio.Future[MirrorEnd] = asyncio.get_running_loop().create_future()
+
+    async def ended(self) -> MirrorEnd:
+        """Wait for its one end; from then on its pages are the worker's again."""
+        return await asyncio.shield(self._ended)
+
+    async def cancel(self) -> None:
+        """End it now; then ``ended`` says when its pages are home. Never raises for one that is ending anyway."""
+        if not self._ended.done() and self._client.connected:
+            await self._client._ask(self._client._link.rooms.cancel(self.number))
+
+
 class AsyncClient:
     """Made by ``await AsyncClient.connect(...)``."""
 
@@ -130,6 +149,9 @@ class AsyncClient:
         self._on_event = on_event
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._rooms: dict[RoomKey, AsyncRoom] = {}
+        self._mirrors: dict[int, AsyncMirror] = {}
+        self._asking: set[int] = set()  # lookups and evictions whose caller waits
+        self._told: dict[int, MirrorHeld | MirrorEvicted] = {}  # answers, until their caller takes them
         self._timer: asyncio.TimerHandle | None = None
         self._socket = -1
         self._writing = False
@@ -210,6 +232,63 @@ class AsyncClient:
     def find(self, room: str, epoch: int = 0, *, sending: bool) -> AsyncRoom | None:
         """The handle of a room that has not ended: for one whose open or receive was cancelled."""
         return self._rooms.get((room, epoch, sending))
+
+    # the host mirror -----------------------------------------------------------------------------------------------
+
+    async def lookup(self, model: str, tokens: TokenIds, *, tenant: str = "", hold: bool = True) -> MirrorHeld:
+        """As Client.lookup. Raises PdxferRefused or SidecarUnavailable."""
+        held = await self._learn(self._link.rooms.lookup(model, tenant, tokens, hold))
+        assert isinstance(held, MirrorHeld)
+        return held
+
+    async def store(
+        self, model: str, tokens: TokenIds, pages: PageLists, *, tenant: str = "", first_block: int = 0
+    ) -> AsyncMirror:
+        """As Client.store."""
+        return await self._operate(self._link.rooms.store(model, tenant, tokens, first_block, pages))
+
+    async def load(self, lease: int, pages: PageLists, blocks: int, *, first_block: int = 0) -> AsyncMirror:
+        """As Client.load."""
+        return await self._operate(self._link.rooms.load(lease, first_block, blocks, pages))
+
+    async def unpin(self, lease: int) -> None:
+        """As Client.unpin."""
+        await self._ask(self._link.rooms.unpin(lease))
+
+    async def evict(self, model: str, *, tenant: str = "") -> int:
+        """As Client.evict: how many blocks were forgotten."""
+        evicted = await self._learn(self._link.rooms.evict(model, tenant))
+        assert isinstance(evicted, MirrorEvicted)
+        return evicted.blocks
+
+    async def _learn(self, frame: worker.Lookup | worker.Evict) -> MirrorHeld | MirrorEvicted:
+        """The answer with content comes right before the Ok: keep it for the caller, who is woken by that."""
+        self._asking.add(frame.req)
+        try:
+            await self._ask(frame)
+            return self._told[frame.req]
+        finally:
+            self._asking.discard(frame.req)
+            self._told.pop(frame.req, None)
+
+    async def _operate(self, frame: worker.Store | worker.Load) -> AsyncMirror:
+        handle = self._mirrors[frame.req] = AsyncMirror(self, frame.req)
+        try:
+            await self._ask(frame)
+        except asyncio.CancelledError:
+            # Nobody would hold the handle, so nobody could ever cancel it.
+            if not handle._ended.done() and self._link.state == UP:
+                self._send_quietly(self._link.rooms.cancel(frame.req))
+            raise
+        except PdxferRefused:
+            self._mirrors.pop(frame.req, None)
+            raise
+        except SidecarUnavailable:
+            if frame.req in self._link.rooms.mirror.open:
+                await handle.ended()  # only then are its pages surely untouched
+            self._mirrors.pop(frame.req, None)
+            raise
+        return handle
 
     @property
     def node(self) -> str:
@@ -316,6 +395,15 @@ class AsyncClient:
                 handle = self._rooms.pop(key, None) if isinstance(event, Ended) else self._rooms.get(key)
                 if handle is not None:
                     handle._take(event)
+            elif isinstance(event, MirrorHeld | MirrorEvicted):
+                if event.number in self._asking:
+                    self._told[event.number] = event
+                elif isinstance(event, MirrorHeld) and event.lease and self._link.state == UP:
+                    self._send_quietly(self._link.rooms.unpin(event.lease))  # its caller was cancelled
+            elif isinstance(event, MirrorEnd):
+                operation = self._mirrors.pop(event.number, None)
+                if operation is not None:
+                    _set(operation._ended, event)
             elif isinstance(event, Rejected):
                 if event.request in ("open", "receive"):
                     handle = self._rooms.pop((event.room, event.epoch, event.sending), None)

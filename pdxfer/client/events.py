@@ -2,7 +2,8 @@
 
 Owns: the event types. Must not: know how they come about.
 
-Every room that was not rejected at its open ends with exactly one Ended.
+Every room that was not rejected at its open ends with exactly one Ended, every store and load of the mirror likewise with
+one MirrorEnd.
 """
 
 from __future__ import annotations
@@ -69,10 +70,57 @@ class Ended(msgspec.Struct, frozen=True):
         return self.end.epoch
 
 
+class MirrorHeld(msgspec.Struct, frozen=True):
+    """Answer to lookup ``number``: the mirror holds the first ``blocks`` blocks of ``block_tokens`` tokens of the prompt.
+
+    ``lease`` is what load() and unpin() are called with; 0 when nothing is held or it was not asked to hold.
+    """
+
+    number: int
+    lease: int
+    blocks: int
+    block_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_tokens
+
+
+class MirrorEvicted(msgspec.Struct, frozen=True):
+    """Answer to evict ``number``: so many blocks were forgotten."""
+
+    number: int
+    blocks: int
+
+
+class MirrorEnd(msgspec.Struct, frozen=True):
+    """How store or load ``number`` ended. Its pages are the worker's again, unless ``pages_safe`` is False (see RoomEnd).
+
+    ``blocks`` of the ``asked`` ones, from the first on, are stored, or are in the pages; ``asked`` leaves out those that a store
+    found there already. Pages of a load behind them may hold anything. ``bytes`` are theirs, ``age`` is in seconds.
+    """
+
+    number: int
+    loading: bool
+    state: str
+    reason: str
+    retriable: bool
+    detail: str
+    blocks: int = 0
+    asked: int = 0
+    bytes: int = 0
+    age: float = 0.0
+    pages_safe: bool = True
+
+    @property
+    def done(self) -> bool:
+        return self.state == "DONE"
+
+
 class Rejected(msgspec.Struct, frozen=True):
     """The sidecar refused a request and nothing was changed by it.
 
-    ``request`` is open, push, finish, receive or abort; ``number`` what the call was numbered (for a push: what push()
+    ``request`` is open, push, finish, receive, abort, or of the mirror (``room`` is empty then) lookup, store, load, cancel, unpin, evict; ``number`` what the call was numbered (for a push: what push()
     returned). After a refused open or receive the room does not exist: no Ended follows.
     """
 
@@ -98,4 +146,6 @@ class Reconnected(msgspec.Struct, frozen=True):
     incarnation: int
 
 
-Event = Matched | Released | Ended | Rejected | Disconnected | Reconnected
+Event = (
+    Matched | Released | Ended | MirrorHeld | MirrorEvicted | MirrorEnd | Rejected | Disconnected | Reconnected
+)  # fmt: skip

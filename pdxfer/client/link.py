@@ -144,7 +144,7 @@ class Link:
         self.state = CLOSED
         self.problem = "the client is closed"
         self.rooms.fail_requests(SidecarUnavailable(self.path, self.problem))
-        if self.rooms.open_rooms:
+        if self.rooms.busy:
             self.events.extend(self.rooms.end_all("the client was closed", pages_safe=not self._held_pools()))
 
     # states --------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Link:
             return
         if not self._until:  # lost in a request, where there was no clock
             self._until = now + HOLD_LIMIT
-        held = self._held_pools() if self.rooms.open_rooms or self._in_doubt else []
+        held = self._held_pools() if self.rooms.busy or self._in_doubt else []
         if held:
             self._next_check = now + self._pause
             self._pause = min(2 * self._pause, HOLD_MOST)

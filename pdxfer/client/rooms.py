@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,11 @@ from pdxfer.pools import SharedPool
 
 from .errors import PdxferError, PdxferRefused
 from .events import Ended, Event, Matched, Rejected, Released, RoomEnd
+from .mirror import SIDECAR_LOST, MirrorTable, TokenIds
 from .pages import Progress, planes_of, tables
 
 RoomKey = tuple[str, int, bool]  # room, epoch, sending
-SIDECAR_LOST: Final = "sidecar_lost"
+M = TypeVar("M", bound=worker.MirrorRequest)
 
 
 class Room:
@@ -67,6 +68,7 @@ class Rooms:
     def __init__(self, pools: Sequence[SharedPool]) -> None:
         self.pools = tuple(pools)
         self.open_rooms: dict[RoomKey, Room] = {}
+        self.mirror = MirrorTable(pools)
         self.requests: dict[int, Request] = {}
         self.ignored = 0  # frames about rooms and requests that are not known any more
         self.answered: Callable[[int, PdxferError | None], None] | None = None  # told of every answer to a request
@@ -123,6 +125,31 @@ class Rooms:
         self.requests[req] = Request("abort", room, epoch, False, None)
         return worker.Abort(req, room, epoch, detail[:500])
 
+    # requests for the mirror ---------------------------------------------------------------------------------------
+
+    def lookup(self, model: str, tenant: str, tokens: TokenIds, hold: bool) -> worker.Lookup:
+        return self._noted("lookup", self.mirror.lookup(self.number(), model, tenant, tokens, hold))
+
+    def store(self, model: str, tenant: str, tokens: TokenIds, first_block: int, pages: Any) -> worker.Store:
+        return self._noted("store", self.mirror.store(self.number(), model, tenant, tokens, first_block, pages))
+
+    def load(self, lease: int, first_block: int, blocks: int, pages: Any) -> worker.Load:
+        return self._noted("load", self.mirror.load(self.number(), lease, first_block, blocks, pages))
+
+    def unpin(self, lease: int) -> worker.Unpin:
+        return self._noted("unpin", worker.Unpin(self.number(), int(lease)))
+
+    def cancel(self, operation: int) -> worker.Cancel:
+        return self._noted("cancel", worker.Cancel(self.number(), int(operation)))
+
+    def evict(self, model: str, tenant: str) -> worker.Evict:
+        return self._noted("evict", self.mirror.evict(self.number(), model, tenant))
+
+    @property
+    def busy(self) -> bool:
+        """Something is open, whose pages are lent."""
+        return bool(self.open_rooms or self.mirror.open)
+
     def knows(self, room: str, epoch: int) -> bool:
         return (room, epoch, True) in self.open_rooms or (room, epoch, False) in self.open_rooms
 
@@ -140,6 +167,10 @@ class Rooms:
                 if self.requests.pop(frame.req, None) is not None:
                     self._tell(frame.req, None)
                 return None  # an answer to a ping has number 0
+            case worker.Held() | worker.Evicted() | worker.MirrorEnded():
+                event = self.mirror.take(frame)
+                self.ignored += event is None
+                return event
             case worker.Rejected():
                 return self._rejected(frame)
             case worker.Matched():
@@ -167,11 +198,11 @@ class Rooms:
             self._tell(req, error)
 
     def end_all(self, detail: str, *, pages_safe: bool = True) -> list[Event]:
-        """The sidecar is gone, and with it every room."""
+        """The sidecar is gone, and with it every room, store and load."""
         rooms, self.open_rooms = list(self.open_rooms.values()), {}
         meaning = ENDS[SIDECAR_LOST]
         now = time.monotonic()
-        return [
+        ends: list[Event] = [
             self._end(
                 room,
                 RoomEnd(
@@ -182,6 +213,7 @@ class Rooms:
             )
             for room in rooms
         ]  # fmt: skip
+        return ends + self.mirror.end_all(detail, pages_safe=pages_safe)
 
     # inside --------------------------------------------------------------------------------------------------------
 
@@ -205,6 +237,7 @@ class Rooms:
     def _undo(self, req: int, request: Request) -> None:
         owner = request.owner
         if owner is None:
+            self.mirror.withdraw(req)
             return
         if request.kind in ("open", "receive"):
             self.open_rooms.pop(owner.key, None)
@@ -233,6 +266,10 @@ class Rooms:
         req = self.number()
         self.requests[req] = Request(kind, owner.room, owner.epoch, owner.sending, owner)
         return req
+
+    def _noted(self, kind: str, frame: M) -> M:
+        self.requests[frame.req] = Request(kind, "", 0, False, None)
+        return frame
 
     def _check_name(self, room: str, epoch: int) -> None:
         if not isinstance(room, str) or not good_name(room) or not 0 <= epoch < 2**31:

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from pdxfer.core import worker
 from pdxfer.pools import SharedPool
 
 from .errors import SidecarUnavailable
 from .events import Event, RoomEnd
 from .link import CLOSED, DOWN, PASSING, UP, Link
+from .mirror import TokenIds
 from .pages import PageLists
 from .rooms import Room
 
@@ -128,6 +130,46 @@ class Client:
         if self._link.state != UP and self._link.rooms.knows(room, epoch):
             return  # it is ending already, with the sidecar
         self._link.request(self._link.rooms.abort(room, epoch, detail))
+
+    # the host mirror -----------------------------------------------------------------------------------------------
+    #
+    # Each call returns its number; what comes of it is an event of poll() with that number: MirrorHeld, MirrorEnd,
+    # MirrorEvicted, or Rejected.
+
+    def lookup(self, model: str, tokens: TokenIds, *, tenant: str = "", hold: bool = True) -> int:
+        """How much of this prompt does the mirror hold? ``hold``: keep it there until unpin(), or mirror.timeout.
+
+        ``tokens``: the whole prompt's token ids. Nothing of another model or tenant is ever found.
+        """
+        return self._mirror(self._link.rooms.lookup(model, tenant, tokens, hold))
+
+    def store(self, model: str, tokens: TokenIds, pages: PageLists, *, tenant: str = "", first_block: int = 0) -> int:
+        """Lend the pages of the prompt's whole blocks from ``first_block`` on until MirrorEnd; what is missing is copied.
+
+        ``pages``: page numbers in the order of the tokens, one list for all pools or a dict pool → list. They are read
+        only, and may be lent to sends meanwhile.
+        """
+        return self._mirror(self._link.rooms.store(model, tenant, tokens, first_block, pages))
+
+    def load(self, lease: int, pages: PageLists, blocks: int, *, first_block: int = 0) -> int:
+        """Lend pages until MirrorEnd, for ``blocks`` blocks of a lease from ``first_block`` on."""
+        return self._mirror(self._link.rooms.load(lease, first_block, blocks, pages))
+
+    def cancel(self, number: int) -> int:
+        """End a store or load now; its MirrorEnd says when its pages are home."""
+        return self._mirror(self._link.rooms.cancel(number))
+
+    def unpin(self, lease: int) -> int:
+        """Let go what a lookup holds. Loads that are under way go on."""
+        return self._mirror(self._link.rooms.unpin(lease))
+
+    def evict(self, model: str, *, tenant: str = "") -> int:
+        """Forget all that was stored for a model and tenant."""
+        return self._mirror(self._link.rooms.evict(model, tenant))
+
+    def _mirror(self, frame: worker.MirrorRequest) -> int:
+        self._link.request(frame)
+        return frame.req
 
     # events --------------------------------------------------------------------------------------------------------
 

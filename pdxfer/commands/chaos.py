@@ -1,4 +1,4 @@
-"""``pdxfer chaos``: faults against real processes (list, run, soak, wedge, cost) and in simulation (sim, replay).
+"""``pdxfer chaos``: faults against real processes (list, run, soak, wedge, cost, corruption) and in simulation (sim, replay).
 
 Owns: which module has which verb; it is loaded when the verb is called. Must not: know options.
 """
@@ -15,6 +15,7 @@ VERBS = {
     "soak": ("live", "Scenarios drawn at random, for so many minutes."),
     "wedge": ("live", "The original wedge, before and after."),
     "cost": ("live", "What the fix of the original wedge costs."),
+    "corruption": ("live", "The original corruption of index keys, before and after."),
     "sim": ("sim", "Many seeds of the deterministic simulation."),
     "replay": ("sim", "One seed of it, as a readable timeline."),
 }

@@ -5,12 +5,15 @@ Owns: R4 and R5 as assertions. Must not: change anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from .geometry import Pages
 from .ledger import SlotState
 from .state import RecvRoom, Room, SendRoom, State
 
 
-def audit(st: State) -> None:
-    """Raise AssertionError, naming it, when an invariant does not hold."""
+def audit(st: State, lent: Sequence[tuple[int, Sequence[Pages]]] = ()) -> None:
+    """Raise AssertionError, naming it, when an invariant does not hold. ``lent``: (worker, tables) that no room holds."""
     st.pages.audit()
     st.engine.send.audit()
     st.engine.recv.audit()
@@ -32,7 +35,7 @@ def audit(st: State) -> None:
     for node in st.peers:
         assert ("silent", node) in st.timers, f"peer {node} has no deadline"
     _slots(st)
-    _pages(st)
+    _pages(st, lent)
 
 
 def _slots(st: State) -> None:
@@ -52,8 +55,8 @@ def _slots(st: State) -> None:
             assert ("quarantine",) in st.timers, f"slot {slot.index} is quarantined and nobody asks"
 
 
-def _pages(st: State) -> None:
-    """The pages lent are those that rooms hold: no more, no less."""
+def _pages(st: State, others: Sequence[tuple[int, Sequence[Pages]]]) -> None:
+    """The pages lent are those that rooms, or the others, hold: no more, no less."""
     lent: dict[int, list[set[int]]] = {w.id: [set() for _ in w.specs] for w in st.workers.values()}
     rooms: list[Room] = [*st.sends.values(), *st.recvs.values(), *st.homing.values()]
     for room in rooms:
@@ -66,6 +69,9 @@ def _pages(st: State) -> None:
         elif isinstance(room, RecvRoom):
             for pool, table in zip(pools, room.tables, strict=True):
                 pool.update(map(int, table))
+    for worker, tables in others:
+        for pool, table in zip(lent[worker], tables, strict=True):
+            pool.update(map(int, table))
     for worker, pools in lent.items():
         assert st.pages.lent(worker) == sum(map(len, pools)), (
             f"worker {worker}: the ledger lends other pages than rooms hold"

@@ -13,6 +13,7 @@ from .ends import Ends
 from .events import DropWorker
 from .ledger import SlotLedger
 from .local import Local
+from .mirrors import Mirrors
 from .peers import Peers
 from .receiver import Receiver
 from .sender import Sender
@@ -25,8 +26,10 @@ MAX_FATAL: Final = 1000  # agents that are remembered for having killed an engin
 
 class Engines:
     def __init__(
-        self, state: State, ends: Ends, sender: Sender, receiver: Receiver, local: Local, peers: Peers, workers: Workers
-    ) -> None:
+        self, state: State, ends: Ends, sender: Sender, receiver: Receiver, local: Local, peers: Peers, workers: Workers,
+        mirrors: Mirrors,
+    ) -> None:  # fmt: skip
+        self.mirrors = mirrors
         self.state = state
         self.ends = ends
         self.sender = sender
@@ -56,6 +59,13 @@ class Engines:
                 self.receiver.scattered(id, error, mismatch)
             case jobs.Copied(job=id, error=error) if id in st.jobs:
                 self.local.copied(id, error)
+            case jobs.MirrorStored(job=id, digests=digests, error=error) if id in self.mirrors.jobs:
+                self.mirrors.stored(id, digests, error)
+            case jobs.MirrorLoaded(job=id, bad=bad, error=error) if id in self.mirrors.jobs:
+                self.mirrors.loaded(id, bad, error)
+            case jobs.MirrorMapped(error=error):
+                if error:
+                    st.refuse("engine", "own engine", "map_failed", f"the mirror: {error}")
             case jobs.Landed(agent=agent, segment=segment):
                 node = agent.rsplit(":", 2)[0]
                 if node in st.peers:
@@ -93,6 +103,7 @@ class Engines:
         engine.expect = 0
         engine.send = SlotLedger(report.send_slots)
         engine.recv = SlotLedger(report.info.slots)
+        self.mirrors.map()
         for owner in st.workers.values():
             assert owner.map_job is not None
             st.to_engine(owner.map_job)
@@ -103,6 +114,7 @@ class Engines:
         for room in list(st.sends.values()):
             if room.live and room.local is not None:
                 self.local.pump(room)
+        self.mirrors.pump()
         self.ends.slots_freed = True
 
     def lost(self, event: events.EngineGone) -> None:
@@ -138,6 +150,7 @@ class Engines:
                 self.ends.end(room, "engine_lost", event.detail)
             else:
                 self.ends.settle(room)
+        self.mirrors.engine_lost(event.detail)
         st.send_queue.clear()
         for send in [r for r in st.sends.values() if any(p.granted and not p.sent for p in r.plans[r.acked : r.high])]:
             self.ends.end(send, "engine_lost", event.detail)

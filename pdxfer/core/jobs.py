@@ -99,6 +99,38 @@ class Copy(_Frame, frozen=True):
     target_rows: tuple[Rows, ...]
 
 
+class MapMirror(_Frame, frozen=True):
+    """Map the host mirror; its descriptor comes beside this. What lies in it stays: engines come and go."""
+
+    bytes: int
+
+
+class MirrorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One entry: where it begins in the mirror, the digest that its bytes must have (0 for a store), and its pages."""
+
+    offset: int
+    digest: int
+    rows: tuple[Rows, ...]
+
+
+class MirrorStore(_Frame, frozen=True):
+    """Gather pages into entries of ``entry_bytes`` bytes. Answered by MirrorStored."""
+
+    job: int
+    worker: int
+    entry_bytes: int
+    entries: tuple[MirrorEntry, ...]
+
+
+class MirrorLoad(_Frame, frozen=True):
+    """Verify entries and scatter them into pages. Answered by MirrorLoaded."""
+
+    job: int
+    worker: int
+    entry_bytes: int
+    entries: tuple[MirrorEntry, ...]
+
+
 class Expect(_Frame, frozen=True):
     """How many receive slots a peer may be writing into now: while it is not 0 the engine polls for notifications."""
 
@@ -109,7 +141,9 @@ class Close(_Frame, frozen=True):
     """Orderly end: finish or drop what is under way, then exit."""
 
 
-EngineJob = MapPools | UnmapPools | AddPeer | RemovePeer | Send | Scatter | Copy | Expect | Close
+EngineJob = (
+    MapPools | UnmapPools | AddPeer | RemovePeer | Send | Scatter | Copy | MapMirror | MirrorStore | MirrorLoad | Expect | Close
+)  # fmt: skip
 
 
 # engine to parent --------------------------------------------------------------------------------------------------
@@ -163,6 +197,28 @@ class Copied(_Frame, frozen=True):
     error: str
 
 
+class MirrorMapped(_Frame, frozen=True):
+    """Answer to MapMirror; ``error`` is empty on success."""
+
+    error: str
+
+
+class MirrorStored(_Frame, frozen=True):
+    """``digests``: one for each entry. With an ``error`` none of the entries may be used."""
+
+    job: int
+    digests: tuple[int, ...]
+    error: str
+
+
+class MirrorLoaded(_Frame, frozen=True):
+    """``bad``: which entries, counted within the job, have another digest; their pages were not touched."""
+
+    job: int
+    bad: tuple[int, ...]
+    error: str
+
+
 class Landed(_Frame, frozen=True):
     """A notification arrived from ``agent``."""
 
@@ -176,7 +232,10 @@ class Counters(_Frame, frozen=True):
     values: dict[str, float]
 
 
-EngineReport = Ready | Mapped | PeerAdded | Gathered | Sent | Scattered | Copied | Landed | Counters
+EngineReport = (
+    Ready | Mapped | PeerAdded | Gathered | Sent | Scattered | Copied | MirrorMapped | MirrorStored | MirrorLoaded | Landed
+    | Counters
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _job_decoder = msgspec.msgpack.Decoder(EngineJob, strict=True)

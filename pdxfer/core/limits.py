@@ -1,6 +1,7 @@
 """Every deadline, window and bound of the core, with its default.
 
-Owns: the numbers. Must not: use them. The configuration file's ``[limits]`` table is this struct; times are seconds.
+Owns: the numbers. Must not: use them. The configuration file's ``[limits]`` and ``[mirror]`` tables are these structs; times
+are seconds.
 """
 
 from __future__ import annotations
@@ -51,3 +52,28 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f"limits.{low} is {getattr(self, low)}, expected at most limits.{high} ({getattr(self, high)})"
                 )
+
+
+class MirrorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host mirror: what it may take of the machine, and how it is cut."""
+
+    bytes: int = 0  # of host memory; 0: no mirror
+    block_tokens: int = 64  # tokens of an entry: a multiple of every pool's page_tokens
+    layouts: int = 1  # into how many parts it is cut: one for each kind of workers whose pools differ
+    share: float = 1.0  # the part of a layout's entries that one tenant may hold
+    store_after: int = 1  # a block is stored when it is given for the n-th time: what comes once is not worth the copy
+    timeout: float = 30.0  # one store or load, and a lease that nobody lets go
+
+    def check(self) -> None:
+        """Raise ValueError, naming the key, when a value cannot work."""
+        if self.bytes < 0:
+            raise ValueError(f"mirror.bytes is {self.bytes}, expected 0 (no mirror) or a number of bytes")
+        for key in ("block_tokens", "layouts", "store_after"):
+            if not 1 <= getattr(self, key) <= 65536:
+                raise ValueError(f"mirror.{key} is {getattr(self, key)}, expected 1 to 65536")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"mirror.share is {self.share}, expected a part above 0 and at most 1")
+        if not self.timeout > 0:
+            raise ValueError(f"mirror.timeout is {self.timeout}, expected a positive number of seconds")
+        if self.bytes and self.bytes // self.layouts < 4096:
+            raise ValueError(f"mirror.bytes is {self.bytes}, expected at least 4096 for each of {self.layouts} layouts")

@@ -23,7 +23,9 @@ from typing import Final
 import xxhash
 
 EMPTY, FILLING, READY, DOOMED = 0, 1, 2, 3
+DROPS = ("evicted", "asked", "corrupt")  # why an entry is found no more
 ENTRY_STATES = ("empty", "filling", "ready", "doomed")
+MAX_TOKEN: Final = 2**31 - 1  # the largest token id
 TOKEN_BYTES: Final = 4  # of a token id as it travels: little-endian uint32
 
 
@@ -64,7 +66,7 @@ class MirrorIndex:
         self.entries = entries
         self.most = max(1, int(entries * share))
         self.counts = [entries, 0, 0, 0]  # entries by state
-        self.dropped: dict[str, int] = {}  # why -> how many
+        self.dropped = dict.fromkeys(DROPS, 0)
         self._state = bytearray(entries)
         self._pins = array("I", bytes(4 * entries))
         self._used = array("Q", bytes(8 * entries))  # the tick of the last use
@@ -73,6 +75,9 @@ class MirrorIndex:
         self._space: list[str] = [""] * entries
         self._free = array("I", range(entries - 1, -1, -1))
         self._spaces: dict[str, _Space] = {}
+        self._given: OrderedDict[tuple[str, bytes], int] = (
+            OrderedDict()
+        )  # blocks that are not stored: how often they came
         self._oldest: list[tuple[int, str]] = []  # a heap with one item for each space: not later than its oldest use
         self._heaped: set[str] = set()  # whose item there is
         self._tick = 0
@@ -108,8 +113,13 @@ class MirrorIndex:
     def state(self, entry: int) -> int:
         return self._state[entry]
 
-    def pinned(self, entry: int) -> bool:
-        return self._pins[entry] > 0
+    def pins(self, entry: int) -> int:
+        return self._pins[entry]
+
+    def known(self, space: str, key: bytes) -> bool:
+        """Whether this block is there, or on its way."""
+        found = self._spaces.get(space)
+        return found is not None and (key in found.ready or key in found.filling)
 
     def spaces(self) -> dict[str, int]:
         """How many entries each space holds."""
@@ -117,8 +127,9 @@ class MirrorIndex:
 
     # filling -------------------------------------------------------------------------------------------------------
 
-    def begin(self, space: str, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Make room for the blocks of a prefix that are not there: (number of the block, its entry, now FILLING).
+    def begin(self, space: str, keys: Sequence[bytes], first: int = 0) -> list[tuple[int, int]]:
+        """Make room for the blocks of a prefix from ``first`` on that are not there: (number of the block, its entry, now
+        FILLING).
 
         Blocks that are READY or that somebody is filling are left as they are. Evicts what was used least recently: of
         this space when that holds its share, of any else; never what is pinned, nor a block of this prefix. Returns fewer
@@ -128,7 +139,8 @@ class MirrorIndex:
         mine = self._spaces.setdefault(space, _Space())
         self._touch_own(mine, keys)
         taken: list[tuple[int, int]] = []
-        for i, key in enumerate(keys):
+        for i in range(first, len(keys)):
+            key = keys[i]
             if key in mine.ready or key in mine.filling:
                 continue
             entry = self._take(space, mine)
@@ -144,10 +156,28 @@ class MirrorIndex:
             self._spaces.pop(space, None)
         return taken
 
+    def given(self, space: str, keys: Sequence[bytes], times: int) -> int:
+        """The blocks of a prefix come once more: how many, from the first on, have come so often now, or are there.
+
+        As many blocks are remembered as there are entries, those that came last.
+        """
+        enough = len(keys)
+        for i, key in enumerate(keys):
+            if self.known(space, key):
+                continue
+            count = self._given.pop((space, key), 0) + 1
+            self._given[space, key] = count
+            if count < times:
+                enough = min(enough, i)
+        while len(self._given) > self.entries:
+            self._given.popitem(last=False)
+        return enough
+
     def filled(self, entry: int, digest: int) -> None:
         """Every byte of a FILLING entry has landed: FILLING → READY."""
         assert self._state[entry] == FILLING
         key, name = self._key[entry], self._space[entry]
+        self._given.pop((name, key), None)
         space = self._spaces[name]
         del space.filling[key]
         self._tick += 1
@@ -192,7 +222,7 @@ class MirrorIndex:
         del space.ready[self._key[entry]]
         if not len(space):
             del self._spaces[name]
-        self.dropped[why] = self.dropped.get(why, 0) + 1
+        self.dropped[why] += 1
         if self._pins[entry]:
             self._move(entry, DOOMED)
         else:

@@ -14,8 +14,9 @@ from . import events, messages
 from .ends import Ends
 from .engines import Engines
 from .events import Action, Event
-from .limits import Limits
+from .limits import Limits, MirrorSettings
 from .local import Local
+from .mirrors import Mirrors
 from .peers import Peers
 from .receiver import Receiver
 from .sender import Sender
@@ -28,10 +29,13 @@ class Node:
     """The core of one sidecar.
 
     ``name`` and ``incarnation`` identify it to its peers; an incarnation must be larger than all before it. ``address``
-    is what peers connect to, ``release`` is for people.
+    is what peers connect to, ``release`` is for people. ``mirror``: the host mirror's size and shape; none, if left out.
     """
 
-    def __init__(self, name: str, incarnation: int, address: str, release: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self, name: str, incarnation: int, address: str, release: str, limits: Limits | None = None,
+        mirror: MirrorSettings | None = None,
+    ) -> None:  # fmt: skip
         self.state = State(name, incarnation, address, release, limits or Limits())
         self.ends = Ends(self.state)
         self.local = Local(self.state, self.ends)
@@ -39,8 +43,11 @@ class Node:
         self.receiver = Receiver(self.state, self.ends, self.local)
         self.local.sender, self.local.receiver = self.sender, self.receiver
         self.peers = Peers(self.state, self.ends, self.sender, self.receiver)
-        self.workers = Workers(self.state, self.ends, self.sender, self.receiver)
-        self.engines = Engines(self.state, self.ends, self.sender, self.receiver, self.local, self.peers, self.workers)
+        self.mirrors = Mirrors(self.state, mirror or MirrorSettings())
+        self.workers = Workers(self.state, self.ends, self.sender, self.receiver, self.mirrors)
+        self.engines = Engines(
+            self.state, self.ends, self.sender, self.receiver, self.local, self.peers, self.workers, self.mirrors
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.WorkerAttached: self.workers.attached,
             events.WorkerSaid: self.workers.said,
@@ -91,13 +98,14 @@ class Node:
 
     def snapshot(self) -> dict[str, Any]:
         """The state for people: see core.snapshot."""
-        return snapshot(self.state)
+        return {**snapshot(self.state), "mirror": self.mirrors.snapshot()}
 
     def audit(self) -> None:
         """Raise AssertionError when an invariant does not hold. Cheap enough for tests, too dear for each event."""
         from .audit import audit
 
-        audit(self.state)
+        audit(self.state, [(op.owner.id, op.tables) for op in self.mirrors.operations.values()])
+        self.mirrors.audit()
 
     def _move(self) -> None:
         """Hand out what came free, until nothing moves."""
@@ -144,6 +152,11 @@ class Node:
                     self.receiver.inquire()
                 case ("graves",):
                     self.ends.weather()
+                case ("mirror", serial):
+                    self.mirrors.overdue(serial)
+                    self.workers.release_gone()
+                case ("lease", id):
+                    self.mirrors.expired(id)
                 case _:
                     raise AssertionError(f"unknown timer {key}")
 
@@ -256,5 +269,6 @@ class Node:
                 self.ends.end(room, "shutdown", f"node {st.name!r} is shutting down")
         for key in list(st.parked):
             self.ends.end_parked(key, "shutdown", f"node {st.name!r} is shutting down")
+        self.mirrors.shutdown(f"node {st.name!r} is shutting down")
         if not st.engine.up:
             self.peers.goodbye()

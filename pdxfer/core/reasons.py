@@ -220,6 +220,13 @@ _ENDS = (
         "raise limits.room_timeout if requests are really that long",
     ),
     End(
+        "mirror_corrupt",
+        "FAILED",
+        False,
+        "a block of the mirror is not what was stored, and was dropped",
+        "compute that block again; if it repeats, suspect the machine's memory",
+    ),
+    End(
         "protocol_error",
         "FAILED",
         False,
@@ -284,6 +291,24 @@ _REFUSALS = (
     Refusal("not_your_room", "the room belongs to another worker", "only the worker that opened it may act on it"),
     Refusal("push_after_finish", "finish() was called for this room", "push everything before finish()"),
     Refusal("too_many_rooms", "the node's limit of live rooms is reached", "raise limits.max_rooms or send less"),
+    Refusal(
+        "mirror_off",
+        "there is no host mirror for this worker's pools",
+        "set mirror.bytes; the detail says what its pools would need",
+    ),
+    Refusal(
+        "mirror_miss", "the mirror does not hold what was named, or not any more", "look it up again, or compute it"
+    ),
+    Refusal(
+        "mirror_full",
+        "every entry that this tenant may have is pinned or being filled",
+        "let leases go (unpin), or make mirror.bytes or mirror.share larger",
+    ),
+    Refusal(
+        "bad_tokens",
+        "token ids, model or tenant cannot be right",
+        "pass the whole prompt as token ids, and page lists for its whole blocks",
+    ),
     Refusal("draining", "the sidecar is shutting down and takes no new rooms", "use another node"),
     Refusal("stranger", "the sender's key is not authorised here", "add its public key to the registry or to peers"),
     Refusal("wrong_source", "the frame names another node than its key belongs to", "give every node its own key pair"),

@@ -43,6 +43,8 @@ class Worker:
         self.rooms: dict[
             RoomKey, None
         ] = {}  # live or still coming home; a dict keeps its order, so that runs repeat (R3)
+        self.operations: dict[int, None] = {}  # stores and loads of the mirror, by serial
+        self.leases: dict[int, None] = {}  # what it holds in the mirror
         self.map_job: EngineJob | None = None
         self.unanswered_attach: int | None = None  # the attach request, until the engine has mapped the pools
         self.may_begin = False  # the attach may be answered

@@ -107,12 +107,70 @@ class Abort(_Frame, frozen=True):
     detail: str
 
 
+class Lookup(_Frame, frozen=True):
+    """How much of a prompt does the mirror hold? Answered by Held. ``hold``: pin it, under a lease.
+
+    ``tokens``: little-endian uint32 token ids of the whole prompt. Prompts of another ``model`` or ``tenant`` are never found.
+    """
+
+    req: int
+    model: str
+    tenant: str
+    tokens: bytes
+    hold: bool
+
+
+class Unpin(_Frame, frozen=True):
+    """Let a lease go, before it runs out. One that is not held any more is let go already."""
+
+    req: int
+    lease: int
+
+
+class Store(_Frame, frozen=True):
+    """Lend the pages of the prompt's whole blocks from ``first_block`` on, until MirrorEnded; what is missing is stored."""
+
+    req: int
+    model: str
+    tenant: str
+    tokens: bytes
+    first_block: int
+    pages: tuple[bytes, ...]  # one table per pool, whole blocks
+
+
+class Load(_Frame, frozen=True):
+    """Lend pages for ``blocks`` blocks of a lease, until MirrorEnded."""
+
+    req: int
+    lease: int
+    first_block: int
+    blocks: int
+    pages: tuple[bytes, ...]
+
+
+class Cancel(_Frame, frozen=True):
+    """End a store or load, which is request ``operation``, now. MirrorEnded follows, if that has not come yet."""
+
+    req: int
+    operation: int
+
+
+class Evict(_Frame, frozen=True):
+    """Forget all that a tenant has stored for a model. Answered by Evicted."""
+
+    req: int
+    model: str
+    tenant: str
+
+
 class Ping(_Frame, frozen=True):
     """A sign of life, answered by Ok with number 0: so a worker can tell a stopped sidecar from a quiet one."""
 
 
-WorkerRequest = Open | Push | Finish | Receive | Abort
-WorkerFrame = Attach | Open | Push | Finish | Receive | Abort | Ping
+RoomRequest = Open | Push | Finish | Receive | Abort
+MirrorRequest = Lookup | Unpin | Store | Load | Cancel | Evict
+WorkerRequest = RoomRequest | MirrorRequest
+WorkerFrame = Attach | Open | Push | Finish | Receive | Abort | Lookup | Unpin | Store | Load | Cancel | Evict | Ping
 
 
 # sidecar to worker -------------------------------------------------------------------------------------------------
@@ -177,7 +235,44 @@ class Matched(_Frame, frozen=True):
     sending: bool
 
 
-SidecarFrame = Attached | Ok | Rejected | Released | RoomEnded | Matched
+class Held(_Frame, frozen=True):
+    """Answer to Lookup, before its Ok: the mirror holds so many blocks of ``block_tokens`` tokens, from the prompt's beginning.
+
+    ``lease`` pins them; 0 when nothing is held or none was asked for.
+    """
+
+    req: int
+    lease: int
+    blocks: int
+    block_tokens: int
+
+
+class Evicted(_Frame, frozen=True):
+    """Answer to Evict, before its Ok: so many blocks were forgotten."""
+
+    req: int
+    blocks: int
+
+
+class MirrorEnded(_Frame, frozen=True):
+    """The one end of a store or load; its pages are home. ``reason`` is a name in reasons.ENDS.
+
+    ``blocks``: how many of ``asked``, counted from the first, are stored, or are in the pages. ``bytes``: theirs. ``age``: seconds.
+    """
+
+    operation: int
+    loading: bool
+    state: str
+    reason: str
+    retriable: bool
+    detail: str
+    blocks: int
+    asked: int
+    bytes: int
+    age: float
+
+
+SidecarFrame = Attached | Ok | Rejected | Released | RoomEnded | Matched | Held | Evicted | MirrorEnded
 
 _encoder = msgspec.msgpack.Encoder()
 _worker_decoder = msgspec.msgpack.Decoder(WorkerFrame, strict=True)

@@ -13,6 +13,7 @@ from typing import Final
 from . import events, jobs, messages, worker
 from .ends import Ends
 from .events import DropWorker, ToWorker
+from .mirrors import Mirrors
 from .reasons import Refused
 from .receiver import Receiver
 from .sender import Sender
@@ -22,7 +23,8 @@ MAX_PAGES: Final = 1 << 24  # of a worker: the ledger keeps 13 bytes for each
 
 
 class Workers:
-    def __init__(self, state: State, ends: Ends, sender: Sender, receiver: Receiver) -> None:
+    def __init__(self, state: State, ends: Ends, sender: Sender, receiver: Receiver, mirrors: Mirrors) -> None:
+        self.mirrors = mirrors
         self.state = state
         self.ends = ends
         self.sender = sender
@@ -132,9 +134,12 @@ class Workers:
         frame = event.frame
         if isinstance(frame, worker.Ping):
             return
-        st.handling = (frame.room, frame.epoch)
         try:
-            after = self._request(owner, frame)
+            if isinstance(frame, worker.MirrorRequest):
+                after = self.mirrors.request(owner, frame)
+            else:
+                st.handling = (frame.room, frame.epoch)
+                after = self._request(owner, frame)
         except Refused as error:
             st.to_worker(owner, worker.Rejected(frame.req, error.code, error.detail))
             st.refuse("worker", owner.engine_id, error.code, error.detail)
@@ -142,7 +147,7 @@ class Workers:
         st.to_worker(owner, worker.Ok(frame.req))
         after()
 
-    def _request(self, owner: Worker, frame: worker.WorkerRequest) -> Callable[[], None]:
+    def _request(self, owner: Worker, frame: worker.RoomRequest) -> Callable[[], None]:
         """Take a request, or raise Refused having changed nothing. Returns what follows the worker's Ok."""
         st = self.state
         if not messages.good_name(frame.room) or not 0 <= frame.epoch < 2**31:
@@ -253,12 +258,14 @@ class Workers:
             if room is not None and room.worker is owner and room.live:
                 self.ends.end(room, "worker_lost", f"worker {owner.engine_id!r} (process {owner.pid}): {event.detail}")
         self._fail_waiting(owner, "worker_lost", f"prefill worker {owner.engine_id!r}: {event.detail}", st.now)
+        self.mirrors.worker_gone(owner)
         self._release(owner)
 
     def _release(self, owner: Worker) -> None:
         """Once no job touches its pages, a gone worker's pools are unmapped and leave the books."""
         st = self.state
-        if owner.gone and not owner.rooms and owner.id in st.workers:
+        if owner.gone and not owner.rooms and not owner.operations and owner.id in st.workers:
+            self.mirrors.worker_released(owner)
             st.pages.detach(owner.id)
             del st.workers[owner.id]
             if st.engine.up:

@@ -32,6 +32,11 @@ class Counters:
                 "nixl_errors",
                 "digest_mismatches",
                 "copy_errors",
+                "mirror_store_seconds",
+                "mirror_load_seconds",
+                "mirror_bytes_stored",
+                "mirror_bytes_loaded",
+                "mirror_digest_mismatches",
             ),
             0.0,
         )

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from pdxfer.core.jobs import MAX_ENGINE_FRAME, EngineJob, EngineReport, Landed, MapPools, decode_job, encode
+from pdxfer.core.jobs import MAX_ENGINE_FRAME, EngineJob, EngineReport, Landed, MapMirror, MapPools, decode_job, encode
 
 from .frames import Frames
 
@@ -59,7 +59,7 @@ class Link:
             for body in self._frames.feed(data):
                 job = decode_job(body)
                 fds: tuple[int, ...] = ()
-                if isinstance(job, MapPools):
+                if isinstance(job, MapPools | MapMirror):
                     fds = tuple(self._fds)
                     self._fds.clear()
                     if self._lost:

@@ -27,6 +27,7 @@ from .copier import Copier
 from .counters import Counters
 from .exits import ORDERLY
 from .link import Link, ParentGone, close_all
+from .mirror import Mirror
 from .pace import Pace
 from .planes import MappedPool, map_pools
 from .settings import EngineSettings
@@ -57,6 +58,7 @@ class Engine:
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self._pools: dict[int, list[MappedPool]] = {}
+        self._mirror: Mirror | None = None
         self._sends: dict[int, jobs.Send] = {}  # gathering, or posted
         self._digests: dict[int, int] = {}  # of the posted ones
         self._copies = 0  # tasks given to the copier and not reported yet
@@ -141,6 +143,12 @@ class Engine:
                 self._link.report(jobs.Mapped(job.worker, self._map(job, fds)))
             case jobs.UnmapPools():
                 self._pools.pop(job.worker, None)
+            case jobs.MirrorStore():
+                self._store(job)
+            case jobs.MirrorLoad():
+                self._load(job)
+            case jobs.MapMirror():
+                self._link.report(jobs.MirrorMapped(self._map_mirror(job, fds)))
             case jobs.AddPeer():
                 self._vitals.say(f"while it was adding peer {job.info.agent}")
                 error = self._agent.add(job.info)
@@ -297,6 +305,61 @@ class Engine:
                 copy_errors=bool(error),
             )
             return lambda: self._link.report(jobs.Copied(job.job, error))
+
+        self._submit(task)
+
+    # the mirror ----------------------------------------------------------------------------------------------------
+
+    def _map_mirror(self, job: jobs.MapMirror, fds: tuple[int, ...]) -> str:
+        try:
+            if len(fds) != 1:
+                return f"{len(fds)} descriptors came through, expected 1"
+            self._mirror = Mirror(fds[0], job.bytes)
+        except (ValueError, OSError) as error:
+            return str(error)
+        finally:
+            close_all(fds)
+        return ""
+
+    def _mapped_mirror(self) -> Mirror:
+        if self._mirror is None:
+            raise ValueError("the mirror is not mapped")
+        return self._mirror
+
+    def _store(self, job: jobs.MirrorStore) -> None:
+        def task() -> Callable[[], None]:
+            began = time.perf_counter()
+            digests: tuple[int, ...] = ()
+            error = ""
+            try:
+                digests = self._mapped_mirror().store(self._of(job.worker), job.entries, job.entry_bytes)
+            except Exception as problem:  # noqa: BLE001
+                error = _problem(problem)
+            self._counters.add(
+                mirror_store_seconds=time.perf_counter() - began,
+                mirror_bytes_stored=len(digests) * job.entry_bytes,
+                copy_errors=bool(error),
+            )
+            return lambda: self._link.report(jobs.MirrorStored(job.job, digests, error))
+
+        self._submit(task)
+
+    def _load(self, job: jobs.MirrorLoad) -> None:
+        def task() -> Callable[[], None]:
+            began = time.perf_counter()
+            bad: tuple[int, ...] = ()
+            error = ""
+            try:
+                bad = self._mapped_mirror().load(self._of(job.worker), job.entries, job.entry_bytes)
+            except Exception as problem:  # noqa: BLE001
+                error = _problem(problem)
+            self._counters.add(
+                mirror_load_seconds=time.perf_counter() - began,
+                mirror_bytes_loaded=0 if error else (len(job.entries) - len(bad)) * job.entry_bytes,
+                mirror_digest_mismatches=len(bad),
+                copy_errors=bool(error),
+            )
+            return lambda: self._link.report(jobs.MirrorLoaded(job.job, bad, error))
 
         self._submit(task)
 

@@ -31,3 +31,25 @@ def test_bench(tmp_path: Path) -> None:
     assert outcome["cells_checked"] > outcome["rooms_checked_whole"] * 4
     assert "none wrong" in found.stdout
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_bench_mirror(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [
+        sys.executable, "-m", "pdxfer", "bench", "mirror", "--page-bytes", "4K", "--planes", "4", "--operation-bytes", "64K", "--operations", "6",
+        "--rounds", "1", "--concurrency", "1,3", "--entries", "5000", "--json", str(out),
+    ]  # fmt: skip
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    result = json.loads(out.read_text())
+    (outcome,) = result["outcomes"]
+    assert (outcome["entry_bytes"], outcome["blocks"], outcome["blocks_checked"]) == (4 * 4096, 4, 4 * (1 + 3))
+    assert [(f["concurrency"], f["way"]) for f in outcome["figures"]] == [
+        (c, way) for c in (1, 3) for way in ("store", "load", "memcpy")
+    ]
+    assert all(f["gigabytes_per_second"] > 0 and 0 < f["p50_ms"] <= f["p99_ms"] for f in outcome["figures"])
+    assert result["lookup"]["blocks"] == 2048 and result["lookup"]["p50_ms"] > 0
+    assert result["index"]["bytes_per_entry"] > 0
+    assert "none wrong" in found.stdout
+    assert list(tmp_path.iterdir()) == [out]

@@ -13,7 +13,7 @@ import numpy as np
 from pdxfer.core import events, jobs, messages, worker
 from pdxfer.core.events import Action
 from pdxfer.core.geometry import PoolSpec
-from pdxfer.core.limits import Limits
+from pdxfer.core.limits import Limits, MirrorSettings
 from pdxfer.core.messages import EngineInfo
 from pdxfer.core.node import Node
 from pdxfer.core.state import agent_name
@@ -52,9 +52,10 @@ class Side:
 
     def __init__(self, net: Net, name: str, incarnation: int, limits: Limits) -> None:
         self.net, self.name = net, name
-        self.node = Node(name, incarnation, f"tcp://{name}", "0", limits)
+        self.node = Node(name, incarnation, f"tcp://{name}", "0", limits, net.mirror)
         self.engine = 0
         self.hold: set[type] = set()  # kinds of jobs that the engine does not answer
+        self.bad: set[int] = set()  # offsets of entries whose bytes have changed
         self.held: list[jobs.EngineJob] = []
         self.jobs: list[jobs.EngineJob] = []
         self.actions: list[Action] = []
@@ -184,7 +185,8 @@ class Side:
 class Net:
     """The nodes and what is on its way between them. ``drop`` says which messages are lost."""
 
-    def __init__(self, *names: str, limits: Limits | None = None) -> None:
+    def __init__(self, *names: str, limits: Limits | None = None, mirror: MirrorSettings | None = None) -> None:
+        self.mirror = mirror
         self.now = 0.0
         self.connection = 0
         self.queue: list[tuple[str, Side, Any]] = []
@@ -259,6 +261,13 @@ class Net:
                 reports = [jobs.Scattered(id, "", False)]
             case jobs.Copy(job=id):
                 reports = [jobs.Copied(id, "")]
+            case jobs.MapMirror():
+                reports = [jobs.MirrorMapped("")]
+            case jobs.MirrorStore(job=id, entries=entries):
+                reports = [jobs.MirrorStored(id, tuple(e.offset for e in entries), "")]
+            case jobs.MirrorLoad(job=id, entries=entries):
+                bad = tuple(n for n, e in enumerate(entries) if e.offset in side.bad or e.digest != e.offset)
+                reports = [jobs.MirrorLoaded(id, bad, "")]
         for report in reports:
             side.handle(events.EngineSaid(report))
         own = side.node.state.engine.info
@@ -297,6 +306,7 @@ class Net:
             or s.node.state.recvs
             or s.node.state.homing
             or s.node.state.jobs
+            or s.node.mirrors.operations
             for s in self
         )
 

@@ -32,10 +32,14 @@ WORKER_FRAMES: tuple[worker.WorkerFrame, ...] = (
     attach("prefill"), worker.Open(1, "r", 0), worker.Push(2, "r", 0, (0, 0), 0, 0, (table(1, 2), b"")),
     worker.Finish(3, "r", 0, b"aux"), worker.Receive(4, "r", 0, "prefill", 0, (table(1), table(2))),
     worker.Abort(5, "r", 0, "gone"), worker.Ping(),
+    worker.Lookup(6, "m", "", table(1, 2), True), worker.Unpin(7, 3), worker.Store(8, "m", "t", table(1), 0, (table(1), b"")),
+    worker.Load(9, 3, 0, 1, (table(1), table(2))), worker.Cancel(10, 9), worker.Evict(11, "m", "t"),
 )  # fmt: skip
 SIDECAR_FRAMES: tuple[worker.SidecarFrame, ...] = (
     worker.Attached(1, 1, "p", 5, 10.0), worker.Ok(1), worker.Rejected(1, "room_exists", "…"), worker.Released(1, "r", 0),
     worker.RoomEnded("r", 0, True, "DONE", "done", False, "", 3, 0.5, b""), worker.Matched("r", 0, True),
+    worker.Held(6, 3, 1, 64), worker.Evicted(11, 5),
+    worker.MirrorEnded(9, True, "FAILED", "mirror_corrupt", False, "…", 1, 2, 80, 0.5),
 )  # fmt: skip
 
 
@@ -170,11 +174,14 @@ def test_jobs_and_reports_come_back_equal() -> None:
     for job in (
         jobs.MapPools(1, attach("x").pools, (1,)), jobs.UnmapPools(1), jobs.AddPeer(INFO), jobs.RemovePeer("p:1:3"),
         jobs.Send(1, 1, rows, 0, 80, "p:1:3", 1 << 20, SEGMENT), jobs.Scatter(2, 1, rows, 0, 80, 2**64 - 1),
-        jobs.Copy(3, 80, 1, rows, 2, rows), jobs.Expect(3), jobs.Close(),
+        jobs.Copy(3, 80, 1, rows, 2, rows), jobs.Expect(3), jobs.Close(), jobs.MapMirror(4096),
+        jobs.MirrorStore(4, 1, 80, (jobs.MirrorEntry(4096, 0, rows),)),
+        jobs.MirrorLoad(5, 1, 80, (jobs.MirrorEntry(0, 2**64 - 1, rows),)),
     ):  # fmt: skip
         assert jobs.decode_job(jobs.encode(job)[4:]) == job
     for report in (
         jobs.Ready(INFO, 3, 9), jobs.Mapped(1, ""), jobs.PeerAdded("p:1:3", "no"), jobs.Gathered(1), jobs.Sent(1, 2**64 - 1, "", 0.5),
         jobs.Scattered(1, "", True), jobs.Copied(1, ""), jobs.Landed("p:1:3", SEGMENT), jobs.Counters({"a": 1.0}),
+        jobs.MirrorMapped("no"), jobs.MirrorStored(4, (2**64 - 1,), ""), jobs.MirrorLoaded(5, (0,), ""),
     ):  # fmt: skip
         assert jobs.decode_report(jobs.encode(report)[4:]) == report

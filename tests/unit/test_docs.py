@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from pdxfer import cli, config
 from pdxfer.core import limits, messages, worker
 from pdxfer.core.ledger import PAGE_STATES, SlotState
+from pdxfer.core.mirror import ENTRY_STATES
 from pdxfer.core.reasons import ENDS, REFUSALS
 from pdxfer.core.snapshot import PEER_STATES, RECV_STATES, SEND_STATES
 from pdxfer.engine.counters import Counters
@@ -88,6 +89,7 @@ def test_every_worker_frame_has_its_row(union: object, after: str) -> None:
         ("### Of a send", SEND_STATES),
         ("### Of a receive", RECV_STATES),
         ("### Of pages", PAGE_STATES),
+        ("### Of mirror entries", ENTRY_STATES),
         ("### Of slots", tuple(SlotState)),
         ("### Of a peer", PEER_STATES),
     ],
@@ -223,7 +225,11 @@ def test_commands_that_are_shown_exist(document: Path) -> None:
             assert match[1] in targets, f"{document.name}: {line}"
         if match := re.match(r"(?:[A-Z_]+=\S+ )*pdxfer ([a-z]+)(.*)", line):
             assert match[1] in cli.COMMANDS, f"{document.name}: {line}"
-            command = [match[1], *re.findall(r"^ ([a-z]+)", match[2])] if match[1] in ("chaos", "probe") else [match[1]]
+            command = (
+                [match[1], *re.findall(r"^ ([a-z]+)", match[2])]
+                if match[1] in ("chaos", "probe", "bench")
+                else [match[1]]
+            )
             help_text = CliRunner().invoke(cli.cli, [*command, "--help"]).output
             for option in re.findall(r"(?<!\S)(--[a-z-]+)", match[2]):
                 assert option in help_text, f"{document.name}: {line}"

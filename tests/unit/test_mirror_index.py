@@ -81,7 +81,7 @@ def test_the_least_recently_used_goes_first_its_end_before_its_beginning() -> No
     index.touch(index.find("a", held[10]))
     assert len(index.begin("a", chain(30, 2))) == 2
     assert len(index.find("a", held[20])) == 1 and len(index.find("a", held[10])) == 3
-    assert index.dropped == {"evicted": 2}
+    assert index.dropped["evicted"] == 2
 
 
 def test_of_all_spaces_the_oldest_use_goes_first() -> None:
@@ -120,14 +120,14 @@ def test_pinned_entries_stay_and_dropped_ones_go_with_their_last_pin() -> None:
     index.unpin(held)
     assert [index.state(e) for e in held] == [DOOMED, EMPTY]
     index.unpin(held[:1])
-    assert index.counts == [2, 0, 0, 0] and index.dropped == {"asked": 2}
+    assert index.counts == [2, 0, 0, 0] and index.dropped["asked"] == 2
     index.audit()
 
 
 def test_what_is_not_ready_cannot_be_used() -> None:
     index = MirrorIndex(2)
     ((_, entry),) = index.begin("a", chain(1, 1))
-    for wrong in (lambda: index.pin([entry]), lambda: index.drop(entry, "x"), lambda: index.touch([entry])):
+    for wrong in (lambda: index.pin([entry]), lambda: index.drop(entry, "asked"), lambda: index.touch([entry])):
         with pytest.raises(AssertionError):
             wrong()
     index.filled(entry, 1)
@@ -148,6 +148,16 @@ def test_churn_of_many_spaces_does_not_grow_the_books() -> None:
     assert len(index.spaces()) <= 50 and len(index._oldest) <= 2000
 
 
+def test_what_came_is_remembered_within_bounds() -> None:
+    index = MirrorIndex(4)
+    assert index.given("a", chain(1, 2), 2) == 0
+    assert index.given("a", chain(1, 3), 2) == 2
+    for name in range(4, 400, 4):
+        index.given("a", chain(name, 4), 2)
+    assert index.given("a", chain(1, 2), 2) == 0, "long ago"
+    assert len(index._given) == 4
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Stores that end or not, pins, drops and evictions in any order."""
 
@@ -164,7 +174,7 @@ class IndexMachine(RuleBasedStateMachine):
         keys = chain(name, blocks)
         before = self.index.find(space, keys)
         for i, entry in self.index.begin(space, keys):
-            assert entry not in self.filling and not self.index.pinned(entry)
+            assert entry not in self.filling and not self.index.pins(entry)
             self.filling[entry] = (space, keys[i])
         assert self.index.find(space, keys)[: len(before)] == before, "it evicted its own prefix"
 
@@ -213,7 +223,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.state(entry) == FILLING
         for held in self.pins:
             for entry in held:
-                assert self.index.state(entry) in (READY, DOOMED) and self.index.pinned(entry)
+                assert self.index.state(entry) in (READY, DOOMED) and self.index.pins(entry)
 
 
 TestIndexMachine = IndexMachine.TestCase
