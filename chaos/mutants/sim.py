@@ -305,7 +305,7 @@ def tenants_share(original: Any, self: Mirrors, model: str, tenant: str) -> str:
     return "everybody"
 
 
-@replaces(Mirrors, "overdue", "a store or load has no deadline")
+@replaces(Mirrors, "overdue", "a store or load has no deadline", likely=199)
 def no_deadline_of_the_mirror(original: Any, self: Mirrors, serial: int) -> None: ...
 
 

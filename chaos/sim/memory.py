@@ -72,6 +72,11 @@ class Memory:
             self.writer[pool][page] = ""
             self._poison(pool, page)
 
+    def home_own(self, pool: int, pages: Sequence[int]) -> None:
+        """Pages that the worker had not lent to anybody are free again."""
+        for page in pages:
+            self._poison(pool, page)
+
     def _poison(self, pool: int, page: int) -> None:
         for plane in self.pages[pool]:
             plane[page] = self.world.token()

@@ -19,7 +19,7 @@ from .memory import SPECS
 from .world import Violation, World
 
 if TYPE_CHECKING:
-    from .worker import VirtualWorker
+    from .worker import Task, VirtualWorker
 
 BLOCK = 16  # tokens: one page of each pool
 SETTINGS = MirrorSettings(bytes=6 * 4096, block_tokens=BLOCK, share=0.7, timeout=2.0)
@@ -154,6 +154,20 @@ class MirrorUser:
             self.open[req] = prompt
         self.one.say(frame(req))  # type: ignore[operator]
         return req
+
+    def holds(self, task: Task) -> tuple[int, ...]:
+        """How many pages of a receive are there already, from a mirror say: their content is put in place, and must stay."""
+        if self.rng.random() < 0.5:
+            return (0, 0)
+        contents = self.world.contents[task.key]
+        found = []
+        for pool, pages in enumerate(task.pages):
+            n = self.rng.randint(0, len(pages))
+            for plane, logical in enumerate(contents[pool]):
+                for i in range(n):
+                    self.one.memory.pages[pool][plane][pages[i]] = logical[i]
+            found.append(n)
+        return tuple(found)
 
     # what the sidecar says -----------------------------------------------------------------------------------------
 

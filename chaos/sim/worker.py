@@ -52,6 +52,7 @@ class Task:
     then: Callable[[str], None] | None = None  # called with the end's reason
     lent: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)  # push request -> (pool, pages)
     pages: list[list[int]] = field(default_factory=list)  # of a receive
+    held: tuple[int, ...] = (0, 0)  # of these the first ones have their content before
     last_pages: list[list[int]] = field(default_factory=list)
 
     @property
@@ -237,12 +238,20 @@ class VirtualWorker:
                 self.world.after(0.05, lambda: self.receive(task, tries - 1) if life == self.life else None)
             return
         task.pages = pages
+        if self.mirror is not None:
+            task.held = self.mirror.holds(task)
         for pool, table_ in enumerate(pages):
-            self.memory.lend_write(pool, table_, f"{task.room}/{task.epoch}")
+            self.memory.lend_write(pool, table_[task.held[pool] :], f"{task.room}/{task.epoch}")
         self.tasks[(task.room, task.epoch, False)] = task
         self.say(
             worker.Receive(
-                self._ask("receive", task), task.room, task.epoch, task.source, 0, tuple(table(p) for p in pages)
+                self._ask("receive", task),
+                task.room,
+                task.epoch,
+                task.source,
+                0,
+                tuple(table(p) for p in pages),
+                task.held if any(task.held) else (),
             )
         )
 
@@ -383,5 +392,6 @@ class VirtualWorker:
         for req in list(task.lent):
             self._push_home(task, req)
         for pool, pages in enumerate(task.pages):
-            self.memory.home_write(pool, pages)
+            self.memory.home_write(pool, pages[task.held[pool] :])
+            self.memory.home_own(pool, pages[: task.held[pool]])
         task.pages = []

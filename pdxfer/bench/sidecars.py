@@ -35,20 +35,20 @@ class Sidecars:
         self.manager = Manager(self.directory)
         self._environment = {"UCX_TLS": tls} if tls else {}
 
-    async def start(self) -> None:
-        """Raises DemoError when one does not come up."""
+    async def start(self, *flags: str) -> None:
+        """``flags``: for both of them. Raises DemoError when one does not come up."""
         pairs = {}
         for node in "pd":
             pairs[node] = keys.generate()
             keys.save(self.directory / f"{node}.key", pairs[node])
-        await self._start("p", "--bootstrap-authorized-keys", json.dumps([pairs["d"].public]))
+        await self._start("p", "--bootstrap-authorized-keys", json.dumps([pairs["d"].public]), *flags)
         entry = {
             "node": "p",
             "address": (await self.status("p"))["address"],
             "public_key": pairs["p"].public,
             "engines": [self._source],
         }
-        await self._start("d", "--registry-nodes", json.dumps([entry]))
+        await self._start("d", "--registry-nodes", json.dumps([entry]), *flags)
 
     async def alone(self, *flags: str) -> None:
         """The first one without the other. Raises DemoError when it does not come up."""

@@ -208,10 +208,11 @@ class AsyncClient:
         return handle
 
     async def receive(
-        self, room: str, source: str, pages: PageLists, epoch: int = 0, source_incarnation: int = 0
-    ) -> AsyncReceive:
-        """Lend pages to a receive from the worker ``source``, until the room has ended."""
-        owner, frame = self._link.rooms.receive(room, epoch, source, source_incarnation, pages)
+        self, room: str, source: str, pages: PageLists, epoch: int = 0, source_incarnation: int = 0,
+        held: int | Mapping[str, int] = 0,
+    ) -> AsyncReceive:  # fmt: skip
+        """Lend pages to a receive from the worker ``source``, until the room has ended. ``held`` as in Client.receive."""
+        owner, frame = self._link.rooms.receive(room, epoch, source, source_incarnation, pages, held)
         handle = AsyncReceive(self, owner)
         await self._begin(handle, frame)
         return handle

@@ -67,6 +67,22 @@ def tables(pages: Any, pools: Sequence[SharedPool], room: str, *, all_named: boo
     return [table(pages, pool, room) for pool in pools]
 
 
+def held_of(
+    held: int | Mapping[str, int], pools: Sequence[SharedPool], pages: Sequence[int], room: str
+) -> tuple[int, ...]:
+    """How many of the first ``pages`` of each pool are there already. Raises PdxferRefused."""
+    if isinstance(held, Mapping):
+        if unknown := sorted(str(key) for key in held if key not in {pool.name for pool in pools}):
+            raise PdxferRefused("pools_unequal", f"held names {unknown}, which are no pools here", room)
+        found = tuple(int(held.get(pool.name, 0)) for pool in pools)
+    else:
+        found = (int(held),) * len(pools)
+    for pool, have, most in zip(pools, found, pages, strict=True):
+        if not 0 <= have <= most:
+            raise PdxferRefused("pages_out_of_range", f"pool {pool.name!r}: {have} pages are held, of {most}", room)
+    return found
+
+
 def planes_of(layers: tuple[int, int] | None, pools: Sequence[SharedPool], room: str) -> Planes:
     """A range (first layer, how many) as planes. Raises PdxferRefused('planes_out_of_range')."""
     if layers is None:

@@ -22,7 +22,7 @@ from pdxfer.pools import SharedPool
 from .errors import PdxferError, PdxferRefused
 from .events import Ended, Event, Matched, Rejected, Released, RoomEnd
 from .mirror import SIDECAR_LOST, MirrorTable, TokenIds
-from .pages import Progress, planes_of, tables
+from .pages import Progress, held_of, planes_of, tables
 
 RoomKey = tuple[str, int, bool]  # room, epoch, sending
 M = TypeVar("M", bound=worker.MirrorRequest)
@@ -85,14 +85,16 @@ class Rooms:
         return owner, worker.Open(req, room, epoch)
 
     def receive(
-        self, room: str, epoch: int, source: str, source_incarnation: int, pages: Any
+        self, room: str, epoch: int, source: str, source_incarnation: int, pages: Any, held: int | Mapping[str, int] = 0
     ) -> tuple[Room, worker.Receive]:
         if not good_name(source):
             raise PdxferRefused("bad_engine_id", f"source is {source[:40]!r}", room)
-        raw = tuple(t.tobytes() for t in tables(pages, self.pools, room, all_named=True))
+        lists = tables(pages, self.pools, room, all_named=True)
+        first = held_of(held, self.pools, [len(t) for t in lists], room)
         owner = self._begin(room, epoch, sending=False)
         req = self._note("receive", owner)
-        return owner, worker.Receive(req, room, epoch, source, source_incarnation, raw)
+        raw = tuple(t.tobytes() for t in lists)
+        return owner, worker.Receive(req, room, epoch, source, source_incarnation, raw, first if any(first) else ())
 
     def push(
         self,

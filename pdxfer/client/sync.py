@@ -118,10 +118,15 @@ class Client:
         return SendRoom(self, owner)
 
     def receive(
-        self, room: str, source: str, pages: PageLists, epoch: int = 0, source_incarnation: int = 0
-    ) -> ReceiveRoom:
-        """Lend pages to a receive from the worker ``source``, until the room has ended."""
-        owner, frame = self._link.rooms.receive(room, epoch, source, source_incarnation, pages)
+        self, room: str, source: str, pages: PageLists, epoch: int = 0, source_incarnation: int = 0,
+        held: int | Mapping[str, int] = 0,
+    ) -> ReceiveRoom:  # fmt: skip
+        """Lend pages to a receive from the worker ``source``, until the room has ended.
+
+        ``held``: so many of the first pages (of every pool, or a dict pool → number) have their content already, from the
+        mirror say. They are neither lent nor sent, and other rooms of this worker may read them meanwhile.
+        """
+        owner, frame = self._link.rooms.receive(room, epoch, source, source_incarnation, pages, held)
         self._link.request(frame)
         return ReceiveRoom(self, owner)
 

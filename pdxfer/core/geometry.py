@@ -175,6 +175,25 @@ class Coverage:
         return problem
 
 
+def check_held(names: Sequence[str], pages: Sequence[int], held: Sequence[int]) -> None:
+    """``held`` of so many logical pages per pool are there already: raise Refused unless that can be."""
+    if len(held) != len(pages):
+        raise Refused("pools_unequal", f"held pages for {len(held)} pools, expected {len(pages)}")
+    for name, have, most in zip(names, held, pages, strict=True):
+        if not 0 <= have <= most:
+            raise Refused("pages_out_of_range", f"pool {name!r}: {have} pages are held, of {most} that are wanted")
+
+
+def without(pieces: Sequence[Piece], held: Sequence[int]) -> list[Piece]:
+    """What of these rectangles lies behind the first ``held`` logical pages of each pool."""
+    out = []
+    for p in pieces:
+        first = max(p.page0, held[p.pool])
+        if first < p.page0 + p.pages:
+            out.append(Piece(p.pool, p.plane0, p.planes, first, p.page0 + p.pages - first))
+    return out
+
+
 def page_array(raw: bytes) -> Pages:
     """Page indices as they travel: little-endian uint32. Raises Refused('bad_frame') on a torn array."""
     if len(raw) % 4:

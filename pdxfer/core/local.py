@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .ends import Ends
-from .geometry import cut
+from .geometry import cut, without
 from .jobs import Copy, rows_of
 from .state import JobRecord, Plan, RecvRoom, SendRoom, State
 from .worker import Matched
@@ -36,9 +36,8 @@ class Local:
         send.local, receive.local = receive, send
         receive.state = RecvRoom.RECEIVING
         receive.progress = st.now
-        pages = tuple(len(t) for t in receive.tables)
         who = f"decode worker {receive.worker.engine_id!r}"
-        if self.sender.matched(send, receive.worker.specs, pages, who) and receive.live:
+        if self.sender.matched(send, receive.worker.specs, receive.wanted, receive.held, who) and receive.live:
             st.to_worker(receive.worker, Matched(receive.room, receive.epoch, False))
             self.receiver.arm(receive)
 
@@ -50,13 +49,15 @@ class Local:
         chunk = max([st.limits.local_chunk, *(s.page_bytes for s in send.worker.specs)])
         for push in send.pushes:
             if push.uncut:
-                for pieces, size in cut(send.worker.specs, push.uncut, chunk):
+                for pieces, size in cut(send.worker.specs, without(push.uncut, send.held), chunk):
                     plan = Plan(len(send.plans), pieces, size, push)
                     push.left += 1
                     send.plans.append(plan)
                     send.copying.append(plan)
                     send.state = SendRoom.SENDING
                 push.uncut = []
+                if not push.left and not push.home:  # the receiver holds all of it
+                    self.ends.push_home(send, push, told=True)
         while st.engine.up and send.copying and len(send.jobs) < st.limits.room_window:
             plan = send.copying.popleft()
             problem = None

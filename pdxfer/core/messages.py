@@ -69,7 +69,7 @@ class Goodbye(_Message, frozen=True):
     """An orderly shutdown: my rooms have ended, expect no more from this incarnation."""
 
 
-class Want(_Message, frozen=True):
+class Want(_Message, frozen=True, omit_defaults=True):
     """Receiver to sender: the pages of this room, please. Repeated until Accept or Ended."""
 
     room: str
@@ -78,6 +78,7 @@ class Want(_Message, frozen=True):
     target: str  # the receiving worker's engine id
     specs: tuple[PoolSpec, ...]
     pages: tuple[int, ...]  # logical pages per pool
+    held: tuple[int, ...] = ()  # per pool, how many of them, from the first on, the receiver has already; empty: none
 
 
 class Accept(_Message, frozen=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from . import messages, worker
 from .ends import Ends
 from .events import KillEngine, Resolve
-from .geometry import Coverage, page_array, piece_bytes
+from .geometry import Coverage, Piece, check_held, page_array, piece_bytes
 from .jobs import Scatter, rows_of
 from .ledger import Slot, SlotState
 from .patience import Deadline, Patience, receive_deadline
@@ -44,13 +44,17 @@ class Receiver(Patience[RecvRoom]):
             raise Refused("bad_engine_id", f"source {frame.source[:40]!r}")
         if len(frame.pages) != len(owner.specs):
             raise Refused("pools_unequal", f"{len(frame.pages)} page tables, expected {len(owner.specs)}")
-        tables = [page_array(raw) for raw in frame.pages]
+        whole = [page_array(raw) for raw in frame.pages]
+        held = frame.held or (0,) * len(whole)
+        check_held(owner.names, [len(t) for t in whole], held)
+        tables = [table[n:] for table, n in zip(whole, held, strict=True)]
         st.pages.check(owner.id, tables, owner.names, write=True)
-        coverage = Coverage(owner.specs, [len(t) for t in tables])
+        coverage = Coverage(owner.specs, [len(t) for t in whole])
+        coverage.take([Piece(i, 0, owner.specs[i].planes, 0, n) for i, n in enumerate(held) if n])
         room = RecvRoom(frame.room, frame.epoch, st.serial(), owner, st.now)
         st.pages.lend(owner.id, tables, room.serial, write=True)
         room.source, room.source_incarnation = frame.source, frame.source_incarnation
-        room.raw, room.tables = frame.pages, tables
+        room.raw, room.held, room.tables = frame.pages, held, tables
         room.coverage = coverage
         st.recvs[key] = room
         owner.rooms[room.key] = None
@@ -101,10 +105,12 @@ class Receiver(Patience[RecvRoom]):
                 f"asked for incarnation {room.source_incarnation:x} of node {room.peer!r}, it is {peer.incarnation:x} now",
             )  # fmt: skip
             return
-        pages = tuple(len(t) for t in room.tables)
+        held = room.held if any(room.held) else ()
         st.to_peer(
             room.peer,
-            messages.Want(room.room, room.epoch, room.source, room.worker.engine_id, room.worker.specs, pages),
+            messages.Want(
+                room.room, room.epoch, room.source, room.worker.engine_id, room.worker.specs, room.wanted, held
+            ),
         )
         st.again(room)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from . import messages, worker
 from .ends import Ends
-from .geometry import Pages, Piece, PoolSpec, cut, difference, page_array
+from .geometry import Pages, Piece, PoolSpec, check_held, cut, difference, page_array, without
 from .jobs import AddPeer, Rows, Send
 from .ledger import SlotState
 from .patience import Deadline, Patience, send_deadline
@@ -188,9 +188,11 @@ class Sender(Patience[SendRoom]):
             return
         room.peer = peer.node
         peer.rooms[room.key] = None
-        self.matched(room, want.specs, want.pages, f"decode worker {want.target!r}")
+        self.matched(room, want.specs, want.pages, want.held, f"decode worker {want.target!r}")
 
-    def matched(self, room: SendRoom, specs: tuple[PoolSpec, ...], pages: tuple[int, ...], who: str) -> bool:
+    def matched(
+        self, room: SendRoom, specs: tuple[PoolSpec, ...], pages: tuple[int, ...], held: tuple[int, ...], who: str
+    ) -> bool:
         """Compare layouts and begin. False when the room ended over it."""
         st = self.state
         differ = difference(room.worker.specs, specs)
@@ -202,7 +204,12 @@ class Sender(Patience[SendRoom]):
                 f"pool {pool!r}, field {field!r}: prefill worker {room.worker.engine_id!r} has {ours!r}, {who} has {theirs!r}",
             )
             return False
-        room.wanted = pages
+        try:
+            check_held(room.worker.names, pages, held or (0,) * len(pages))
+        except Refused as error:
+            self.ends.end(room, "protocol_error", f"{who} wants {pages} pages and holds {held}: {error.detail}")
+            return False
+        room.wanted, room.held = pages, held or (0,) * len(pages)
         room.state = SendRoom.MATCHED
         room.progress = st.now
         st.to_worker(room.worker, Matched(room.room, room.epoch, True))
@@ -241,7 +248,7 @@ class Sender(Patience[SendRoom]):
             for push in room.pushes:
                 if push.uncut:
                     try:
-                        segments = list(cut(room.worker.specs, push.uncut, room.slot_bytes))
+                        segments = list(cut(room.worker.specs, without(push.uncut, room.held), room.slot_bytes))
                     except Refused as error:
                         self.ends.end(room, "layout_mismatch", error.detail)
                         return
@@ -249,6 +256,8 @@ class Sender(Patience[SendRoom]):
                     push.left += len(segments)
                     for pieces, size in segments:
                         room.plans.append(Plan(len(room.plans), pieces, size, push))
+                    if not push.left and not push.home:  # the receiver holds all of it
+                        self.ends.push_home(room, push, told=True)
             if len(room.plans) > before:
                 st.to_peer(room.peer, messages.Need(room.room, room.epoch, len(room.plans)))
                 room.state = SendRoom.SENDING

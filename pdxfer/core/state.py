@@ -154,6 +154,7 @@ class SendRoom(Room):
         self.covered = Coverage(worker.specs, [0] * len(worker.specs))
         self.counts = [0] * len(worker.specs)  # logical pages pushed, per pool
         self.wanted: tuple[int, ...] = ()  # logical pages wanted, per pool
+        self.held: tuple[int, ...] = ()  # of these the receiver has the first ones already
         self.finished: bytes | None = None  # aux, once finish() was called
         self.slot_bytes = 0
         self.granted = 0
@@ -172,8 +173,9 @@ class RecvRoom(Room):
         self.state = RecvRoom.RESOLVING
         self.source = ""
         self.source_incarnation = 0
-        self.raw: tuple[bytes, ...] = ()
-        self.tables: list[Pages] = []
+        self.raw: tuple[bytes, ...] = ()  # page tables, whole
+        self.held: tuple[int, ...] = ()  # logical pages, from the first on, that the worker has already
+        self.tables: list[Pages] = []  # the rest: what is lent
         self.coverage = Coverage(worker.specs, [0] * len(worker.specs))
         self.need = 0  # segments that the sender has ready
         self.granted = 0
@@ -183,6 +185,11 @@ class RecvRoom(Room):
         self.finish: int | None = None  # number of segments, once Finish came
         self.aux = b""
         self.queued = False  # in the queue for slots
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Logical pages, per pool."""
+        return tuple(len(raw) // 4 for raw in self.raw)
 
 
 class JobRecord(msgspec.Struct):

@@ -87,8 +87,10 @@ class Finish(_Frame, frozen=True):
     aux: bytes
 
 
-class Receive(_Frame, frozen=True):
-    """Lend pages to a receive until it ends."""
+class Receive(_Frame, frozen=True, omit_defaults=True):
+    """Lend pages to a receive until it ends. The first ``held`` pages of a pool's table stay the worker's: it has their content
+    already, and they are neither lent nor sent.
+    """
 
     req: int
     room: str
@@ -96,6 +98,7 @@ class Receive(_Frame, frozen=True):
     source: str  # the sending worker's engine id
     source_incarnation: int  # of its node; 0 for any
     pages: tuple[bytes, ...]
+    held: tuple[int, ...] = ()  # one for each pool; empty: none
 
 
 class Abort(_Frame, frozen=True):

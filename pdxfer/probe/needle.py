@@ -108,7 +108,7 @@ async def run(options: Options, say: Say) -> Result:
     sidecars = Sidecars(options.tls, SOURCE)
     try:
         say("two sidecars start")
-        await sidecars.start()
+        await sidecars.start(*mirror_flags(options))
         for dtype in options.dtypes:
             form = IndexFormat(dtype, options.page_tokens)
             for concurrency in options.concurrency:
@@ -120,6 +120,18 @@ async def run(options: Options, say: Say) -> Result:
     say("needles by format")
     result.recall = await asyncio.to_thread(recall.measure, options.contexts)
     return result
+
+
+def mirror_flags(options: Options) -> list[str]:
+    """A mirror that holds every room of the largest plan; two, since the next plan's workers may come before the last one's have gone."""
+    most = 0
+    for dtype in options.dtypes:
+        form = IndexFormat(dtype, options.page_tokens)
+        for concurrency in options.concurrency:
+            rooms = plan(form, options.contexts, concurrency)
+            most = max(most, rooms.pages() * -(-rooms.layers * form.page_bytes // 4096) * 4096)
+    blocks = str(options.page_tokens)
+    return ["--mirror-bytes", str(2 * most), "--mirror-layouts", "2", "--mirror-block-tokens", blocks]
 
 
 async def _paths(options: Options, rooms: Plan, sidecars: Sidecars, say: Say) -> list[Run]:

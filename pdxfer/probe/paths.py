@@ -71,11 +71,51 @@ async def _after_respawn(stage: Stage) -> Found:
     return await transfer(stage)
 
 
+async def _kept(child: Child) -> None:
+    """A worker's filled pages into its node's mirror, and out of it into other pages."""
+    await ask(child, "forget")
+    await ask(child, "store")
+    await ask(child, "place", LOADED, False)
+    await ask(child, "load")
+
+
+async def _mirror(stage: Stage) -> Found:
+    await ask(stage.decode, "place", MOVED, False)
+    await ask(stage.decode, "fill")
+    await _kept(stage.decode)
+    return await selected(stage.decode)
+
+
+async def _mirror_then_nixl(stage: Stage) -> Found:
+    try:
+        await _kept(stage.prefill)
+        return await transfer(stage)
+    finally:
+        await ask(stage.prefill, "place", FILLED, True)  # as the next path expects it
+        await ask(stage.prefill, "fill")
+
+
+async def _mirror_after_respawn(stage: Stage) -> Found:
+    await ask(stage.decode, "place", MOVED, False)
+    await ask(stage.decode, "fill")
+    await ask(stage.decode, "forget")
+    await ask(stage.decode, "store")
+    await stage.sidecars.kill_engine("d")
+    await ask(stage.decode, "place", LOADED, False)
+    await ask(stage.decode, "load")
+    return await selected(stage.decode)
+
+
 PATHS = {
     path.name: path
     for path in (
         Path("none", "no transfer: the decode worker writes the same keys itself, into other pages", _nowhere),
         Path("nixl", "prefill worker, sidecar, NIXL, sidecar, decode worker", transfer),
+        Path(
+            "mirror", "into the host mirror and out of it into other pages; rooms share what they begin with", _mirror
+        ),
+        Path("mirror-nixl", "as mirror, on the prefill side; then as nixl", _mirror_then_nixl),
+        Path("mirror-respawn", "as mirror, and the engine is killed between store and load", _mirror_after_respawn),
         Path("respawn", "both engines are killed; then as nixl, by the new ones", _after_respawn),
     )
 }

@@ -12,12 +12,13 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from pdxfer.bench.child import BenchError
-from pdxfer.client import Client, Disconnected, Ended, Rejected
+from pdxfer.client import Client, Disconnected, Ended, MirrorEnd, MirrorEvicted, MirrorHeld, Rejected
 from pdxfer.pools import SharedPool
 from pdxfer.pools.dsa import IndexPlane
 
-from .cases import Plan, Room, Selection, Tables, keys_of, selection
+from .cases import Plan, Room, Selection, Tables, keys_of, selection, token_ids
 
+MODEL: Final = "probe"
 POISON: Final = 0xA5  # what pages hold that nobody has filled: no earlier path's bytes can pass for this one's
 SILENCE: Final = 60.0  # seconds without any event: a defect, since every room has shorter deadlines
 
@@ -31,6 +32,7 @@ class Worker:
         self.planes = [IndexPlane(pages, plan.form) for pages in self.pool.pages()]
         self.client = Client(socket, engine_id, role, [self.pool])
         self.tables: Tables = {}
+        self._told: dict[int, MirrorEnd | MirrorHeld | MirrorEvicted] = {}
 
     def place(self, seed: int, sharing: bool) -> None:
         """Give every room its pages, and forget what was in them."""
@@ -70,6 +72,57 @@ class Worker:
             self.client.receive(f"{prefix}-{room.name}", source, self.tables[room.name])
 
         self._move(prefix, begin)
+
+    def forget(self) -> None:
+        """Nothing of an earlier path is left in the mirror."""
+        self._wait(self.client.evict(MODEL), MirrorEvicted)
+
+    def store(self) -> None:
+        """Every room's whole blocks into the mirror: what rooms have in common is there when the second one comes."""
+        for room in self.plan.rooms:
+            blocks = room.document.context // self.plan.form.page_tokens
+            number = self.client.store(MODEL, token_ids(room), self.tables[room.name][:blocks])
+            self._done(room, self._wait(number, MirrorEnd))
+
+    def load(self) -> None:
+        """Every room's whole blocks out of the mirror, so many rooms at a time as the plan says; the rest is computed."""
+        waiting = deque(self.plan.rooms)
+        under_way: dict[int, tuple[Room, int]] = {}
+        while waiting or under_way:
+            while waiting and len(under_way) < self.plan.concurrency:
+                room = waiting.popleft()
+                blocks = room.document.context // self.plan.form.page_tokens
+                held: MirrorHeld = self._wait(self.client.lookup(MODEL, token_ids(room)), MirrorHeld)
+                if held.blocks != blocks:
+                    raise BenchError(f"room {room.name}: the mirror holds {held.blocks} of {blocks} blocks")
+                number = self.client.load(held.lease, self.tables[room.name][:blocks], blocks)
+                under_way[number] = (room, held.lease)
+            number = next(iter(under_way))
+            room, lease = under_way.pop(number)
+            self._done(room, self._wait(number, MirrorEnd))
+            self.client.unpin(lease)
+            first = room.document.context // self.plan.form.page_tokens * self.plan.form.page_tokens
+            for layer, plane in enumerate(self.planes):
+                plane.write(self.tables[room.name], first, keys_of(room, layer, self.plan.form.dim)[first:])
+
+    @staticmethod
+    def _done(room: Room, end: MirrorEnd) -> None:
+        if not end.done:
+            kind = "load" if end.loading else "store"
+            raise BenchError(f"room {room.name}: its {kind} ended {end.state} ({end.reason}): {end.detail}")
+
+    def _wait(self, number: int, kind: type[Any]) -> Any:
+        """What comes of a request for the mirror."""
+        end = time.monotonic() + SILENCE
+        while time.monotonic() < end:
+            if isinstance(self._told.get(number), kind):
+                return self._told.pop(number)
+            for event in self.client.poll(0.5):
+                if isinstance(event, Disconnected) or (isinstance(event, Rejected) and event.number == number):
+                    raise BenchError(f"the sidecar: {event}")
+                if isinstance(event, MirrorEnd | MirrorHeld | MirrorEvicted):
+                    self._told[event.number] = event
+        raise BenchError(f"request {number} of the mirror had no {kind.__name__} within {SILENCE:g} s")
 
     def _move(self, prefix: str, begin: Callable[[Room], None]) -> None:
         waiting = deque(self.plan.rooms)

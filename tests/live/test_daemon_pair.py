@@ -63,8 +63,8 @@ class Pair:
         """The prefill worker's lease has reached the registry."""
         until(lambda: self.transfer().reason == "done", 10, "a room is done")
 
-    def transfer(self, timeout: float = 20.0) -> RoomEnd:
-        """One room; returns the receiver's end. If it is done, every byte is compared."""
+    def transfer(self, timeout: float = 20.0, held: int = 0) -> RoomEnd:
+        """One room; returns the receiver's end. If it is done, every byte is compared. ``held``: pages that are not sent."""
         name = f"room-{next(self.numbers)}"
         source, target = [3, 9, 1, 12], [0, 5, 15, 2]
         rng = np.random.default_rng(next(self.numbers))
@@ -75,12 +75,15 @@ class Pair:
         send = self.prefill.open(name)
         send.push(source)
         send.finish(b"first token")
-        self.decode.receive(name, "prefill-0", target)
+        for plane in self.pools["d"].pages():
+            plane[target[:held]] = 0x77
+        self.decode.receive(name, "prefill-0", target, held=held)
         end = self.ended(name, timeout)
         if end.reason == "done":
             assert end.aux == b"first token"
             for ours, theirs in zip(self.pools["p"].pages(), self.pools["d"].pages(), strict=True):
-                assert np.array_equal(ours[source], theirs[target])
+                assert np.array_equal(ours[source[held:]], theirs[target[held:]])
+                assert (theirs[target[:held]] == 0x77).all(), "what is held is not touched"
                 assert not theirs[[n for n in range(PAGES) if n not in target]].any()
         return end
 
@@ -132,6 +135,9 @@ def test_a_room_goes_from_worker_to_worker_and_everything_comes_home(pair: Pair)
     pair.until_known()
     for _ in range(5):
         assert pair.transfer().reason == "done"
+    for held in range(5):
+        end = pair.transfer(held=held)
+        assert (end.reason, end.bytes) == ("done", (4 - held) * LAYOUT.planes * LAYOUT.page_bytes)
     both(pair, at_baseline, 10, "pages, slots and rooms at their baseline")
     for sidecar, side in ((pair.p, "send"), (pair.d, "receive")):
         assert sidecar.metric(f'pdxfer_room_ends_total{{reason="done",side="{side}"}}') >= 6

@@ -204,5 +204,5 @@ class TwoNodes(RuleBasedStateMachine):
         assert not any(side.node.state.parked or side.node.ends.closing for side in net)
 
 
-TwoNodes.TestCase.settings = settings(max_examples=400, stateful_step_count=40, deadline=None, print_blob=True)
+TwoNodes.TestCase.settings = settings(max_examples=2000, stateful_step_count=40, deadline=None, print_blob=True)
 TestTwoNodes = TwoNodes.TestCase
