@@ -27,7 +27,7 @@ from pdxfer.engine.copy import digest
 from pdxfer.pools import PoolLayout, SharedPool
 
 from .child import BenchError
-from .run import machine
+from .run import COUNTERS_LATE, machine
 from .sidecars import Sidecars
 
 BLOCK = 64  # tokens, and of a page: a block is one page of each plane
@@ -80,6 +80,9 @@ class Outcome:
     entry_bytes: int
     figures: list[Figures] = field(default_factory=list)
     digest_gigabytes_per_second: float = 0.0
+    engine: dict[str, float] = field(
+        default_factory=dict
+    )  # GB/s of stores and loads in the engine alone, where they run
     blocks_checked: int = 0
 
 
@@ -139,6 +142,10 @@ async def _measure(case: _Case, options: Options, say: Callable[[str], None]) ->
                 say(f"pages of {case.page_bytes} bytes, {concurrency} at a time")
                 outcome.figures += await bench.measure(concurrency, options.rounds)
             outcome.blocks_checked = bench.checked
+        await asyncio.sleep(COUNTERS_LATE)
+        counted = await asyncio.to_thread(sidecars.counters, "p")
+        for kind, past in (("store", "stored"), ("load", "loaded")):
+            outcome.engine[kind] = counted[f"mirror_bytes_{past}"] / counted[f"mirror_{kind}_seconds"] / 1e9
         outcome.digest_gigabytes_per_second = _digest_rate(case)
     finally:
         await sidecars.close()

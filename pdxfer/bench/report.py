@@ -95,7 +95,8 @@ def show_mirror(result: mirror.Result, console: Console) -> None:
             )  # fmt: skip
         console.print(table)
         console.print(
-            f"The digest alone: {outcome.digest_gigabytes_per_second:.1f} GB/s. Checked: every byte of {outcome.blocks_checked}"
+            f"In the engine, digest and all: stores {outcome.engine['store']:.1f} GB/s, loads {outcome.engine['load']:.1f} GB/s. The digest"
+            f" alone: {outcome.digest_gigabytes_per_second:.1f} GB/s. Checked: every byte of {outcome.blocks_checked}"
             " loaded blocks, none wrong."
         )
     found = result.lookup

@@ -46,10 +46,12 @@ class Row:
         if not rows.pages or len(rows.pages) % 4:
             raise ValueError(f"{who}: a page table of {len(rows.pages)} bytes, expected a multiple of 4 above 0")
         self.index: Index = np.frombuffer(rows.pages, "<u4").astype(np.intp)
-        if int(self.index.max()) >= self.pool.num_pages:
-            raise ValueError(f"{who}: page {int(self.index.max())} of {self.pool.num_pages}")
+        single = len(rows.pages) == 4  # a block of the mirror mostly: spared the search for runs
+        most = int(self.index[0]) if single else int(self.index.max())
+        if most >= self.pool.num_pages:
+            raise ValueError(f"{who}: page {most} of {self.pool.num_pages}")
         self.size = self.planes * len(self.index) * self.pool.spec.page_bytes
-        self.runs = self._find_runs()
+        self.runs = [(0, most, 1)] if single else self._find_runs()
 
     def _find_runs(self) -> list[Run] | None:
         """The runs of consecutive pages, if slices are the cheaper way."""

@@ -8,9 +8,12 @@ and compared before the first byte of it goes into a page.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +21,9 @@ from pdxfer.core.jobs import MirrorEntry
 
 from . import copy
 from .planes import Bytes, MappedPool
+
+_MADV_POPULATE_WRITE: Final = 23
+_STEP: Final = 16 << 20  # bytes of one call: a page fault elsewhere waits no longer than for one of them
 
 
 class Mirror:
@@ -29,6 +35,18 @@ class Mirror:
         self._map = mmap.mmap(fd, size)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        threading.Thread(target=self._populate, name="pdxfer-populate", daemon=True).start()
+
+    def _populate(self) -> None:
+        """Have the kernel map all of it, bit by bit and beside the work: else each first touch of a page waits for that, which
+        makes the first stores after a start several times as slow.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL, those of the mmap module do not
+        address = int(self._bytes.ctypes.data)
+        for offset in range(0, self._bytes.size, _STEP):
+            size = min(_STEP, self._bytes.size - offset)
+            if libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                return  # an older kernel (before 5.14): then they wait
 
     def entry(self, offset: int, size: int) -> Bytes:
         """Raises ValueError."""
