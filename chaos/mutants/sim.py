@@ -22,6 +22,7 @@ from pdxfer.core.mirrors import Mirrors
 from pdxfer.core.node import Node
 from pdxfer.core.peers import Peers
 from pdxfer.core.receiver import Receiver
+from pdxfer.core.regions import Region
 from pdxfer.core.sender import Sender
 from pdxfer.core.state import State
 from pdxfer.core.timers import Timers
@@ -303,6 +304,18 @@ def one_pool_of_two(original: Any, self: Mirrors, op: Any, block: int, entry: in
 @replaces(Mirrors, "_space", "tenants find what others have stored")
 def tenants_share(original: Any, self: Mirrors, model: str, tenant: str) -> str:
     return "everybody"
+
+
+@replaces(Sender, "matched", "what the receiver holds already is sent all the same")
+def held_pages_are_sent(original: Any, self: Sender, room: Any, specs: Any, pages: Any, held: Any, who: str) -> Any:
+    return original(self, room, specs, pages, (), who)
+
+
+@replaces(
+    Region, "offset", "the mirror is sized for another dtype: entries are laid closer together than they are long"
+)
+def mirror_sized_for_another_dtype(original: Any, self: Region, entry: int) -> int:
+    return self.base + entry * (self.entry_bytes * 132 // 256)
 
 
 @replaces(Mirrors, "overdue", "a store or load has no deadline", likely=199)

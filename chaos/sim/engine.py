@@ -327,6 +327,9 @@ class VirtualEngine:
         for n, entry in enumerate(job.entries):
             if entry.offset in self.copied and (storing or self.copied[entry.offset] == "written"):
                 raise Violation(f"{why}: the entry at {entry.offset} is being {self.copied[entry.offset]}")
+            near = [at for at in mirror if at != entry.offset and abs(at - entry.offset) < job.entry_bytes]
+            if near:
+                raise Violation(f"{why}: {job.entry_bytes} bytes at {entry.offset} overlap the entry at {near[0]}")
             cells = self._cells(job.worker, entry.rows, why)
             place = mirror.setdefault(entry.offset, [])
             if storing:
