@@ -50,7 +50,7 @@ def _print(s: dict[str, Any]) -> None:
         )
     else:
         console.print(f"  engine down for {_age(engine['since_seconds'])}", style="red")
-    for part in (_services(s), _rooms(s), _workers(s), _peers(s)):
+    for part in (_services(s), _rooms(s), _mirror(s["mirror"]), _workers(s), _peers(s)):
         console.print(part)
 
 
@@ -76,6 +76,19 @@ def _rooms(s: dict[str, Any]) -> object:
         slots = ", ".join(f"{state} {n}" for state, n in s["slots"][side].items() if n) or "none"
         add(table, side, rooms, _age(s["oldest_room_seconds"][side]), slots)
     return table
+
+
+def _mirror(mirror: dict[str, Any]) -> str:
+    if not mirror["bytes"]:
+        return "  no host mirror (mirror.bytes is 0)"
+    entries = ", ".join(f"{state} {n}" for state, n in mirror["entries"].items() if n) or "none yet"
+    dropped = ", ".join(f"{why} {n}" for why, n in mirror["dropped"].items() if n) or "none"
+    totals = mirror["totals"]
+    return (
+        f"  host mirror of {mirror['bytes'] / 2**20:g} MiB, blocks of {mirror['block_tokens']} tokens: entries {entries};"
+        f" {totals['blocks_found']} of {totals['blocks_asked']} blocks found in {totals['lookups']} lookups; dropped {dropped};"
+        f" {mirror['leases']} leases, {mirror['operations']} stores and loads under way"
+    )
 
 
 def _workers(s: dict[str, Any]) -> object:

@@ -136,6 +136,10 @@ def test_a_byte_that_changed_in_the_mirror_is_noticed_and_never_served(sidecar: 
     assert a.store(tokens, pages).blocks == 1
     assert a.lookup(tokens, hold=False).blocks == 3
     assert sidecar.metric('pdxfer_mirror_dropped_blocks_total{reason="corrupt"}') == 1
+    command = [sys.executable, "-m", "pdxfer", "status", "--admin", "{}:{}".format(*sidecar.address)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = " ".join(said.split())
+    assert "host mirror of 64 MiB, blocks of 32 tokens: entries empty" in words and "dropped corrupt 1" in words, said
 
 
 def test_a_worker_that_is_killed_leaves_no_page_pinned(sidecar: Sidecar) -> None:
