@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import socket
@@ -299,6 +300,14 @@ def _runtime_dir(environ: Mapping[str, str]) -> str:
 def _check(config: Config, origins: dict[str, str]) -> None:
     """Let every table judge itself, and say where the value that it names came from."""
     problems = []
+    for key in every_key():
+        value = getattr(getattr(config, key.table), key.name)
+        if isinstance(value, float) and not math.isfinite(
+            value
+        ):  # nothing may wait for ever, nor for no time that there is
+            problems.append(f"{key.path} is {value}, expected a finite number ({origins.get(key.path, 'default')})")
+    if problems:
+        raise ConfigError(problems)
     for table in msgspec.structs.fields(Config):
         check = getattr(getattr(config, table.name), "check", None)
         if check is None:

@@ -55,8 +55,7 @@ def mirror_sized_for_fp8() -> None:
             for spec, n in zip(specs, self.pages, strict=True)
         )
         self.stride = -(-assumed // ALIGN) * ALIGN
-        most = (room - self.entry_bytes) // self.stride
-        self.index = MirrorIndex(min(self.index.entries, most), settings.share)
+        self.entries = min(room, room - self.entry_bytes + self.stride) // self.stride
 
     replace(Region, "__init__", sized)
     _no_digests()

@@ -268,6 +268,11 @@ class AsyncClient:
         try:
             await self._ask(frame)
             return self._told[frame.req]
+        except asyncio.CancelledError:
+            held = self._told.get(frame.req)
+            if isinstance(held, MirrorHeld) and held.lease and self._link.state == UP:
+                self._send_quietly(self._link.rooms.unpin(held.lease))
+            raise
         finally:
             self._asking.discard(frame.req)
             self._told.pop(frame.req, None)

@@ -106,6 +106,9 @@ class Link:
         except PdxferRefused:
             self.rooms.withdraw(frame.req)
             raise
+        except (OverflowError, TypeError) as error:  # a number that no frame can hold, or no number
+            self.rooms.withdraw(frame.req)
+            raise PdxferRefused("bad_frame", f"{type(frame).__name__}: {error}") from None
         except ConnectionLost as lost:
             self.rooms.withdraw(frame.req)
             self._next_check = 0.0

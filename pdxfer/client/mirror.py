@@ -50,7 +50,7 @@ class MirrorTable:
 
     def lookup(self, req: int, model: str, tenant: str, tokens: TokenIds, hold: bool) -> worker.Lookup:
         _check_names(model, tenant)
-        return worker.Lookup(req, model, tenant, token_bytes(tokens), hold)
+        return worker.Lookup(req, model, tenant, token_bytes(tokens), bool(hold))
 
     def store(self, req: int, model: str, tenant: str, tokens: TokenIds, first_block: int, pages: Any) -> worker.Store:
         _check_names(model, tenant)
@@ -61,8 +61,9 @@ class MirrorTable:
 
     def load(self, req: int, lease: int, first_block: int, blocks: int, pages: Any) -> worker.Load:
         raw = tuple(t.tobytes() for t in tables(pages, self.pools, "", all_named=True))
+        frame = worker.Load(req, int(lease), int(first_block), int(blocks), raw)
         self.open[req] = (True, time.monotonic())
-        return worker.Load(req, int(lease), int(first_block), int(blocks), raw)
+        return frame
 
     def evict(self, req: int, model: str, tenant: str) -> worker.Evict:
         _check_names(model, tenant)

@@ -66,8 +66,8 @@ class MirrorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise ValueError, naming the key, when a value cannot work."""
-        if self.bytes < 0:
-            raise ValueError(f"mirror.bytes is {self.bytes}, expected 0 (no mirror) or a number of bytes")
+        if not 0 <= self.bytes < 1 << 56:
+            raise ValueError(f"mirror.bytes is {self.bytes}, expected 0 (no mirror) or a number of bytes below 2**56")
         for key in ("block_tokens", "layouts", "store_after"):
             if not 1 <= getattr(self, key) <= 65536:
                 raise ValueError(f"mirror.{key} is {getattr(self, key)}, expected 1 to 65536")

@@ -156,6 +156,10 @@ class MirrorIndex:
             self._spaces.pop(space, None)
         return taken
 
+    def gap(self, space: str, keys: Sequence[bytes]) -> int | None:
+        """The first of these blocks that is neither there nor on its way."""
+        return next((i for i, key in enumerate(keys) if not self.known(space, key)), None)
+
     def given(self, space: str, keys: Sequence[bytes], times: int) -> int:
         """The blocks of a prefix come once more: how many, from the first on, have come so often now, or are there.
 
@@ -183,6 +187,10 @@ class MirrorIndex:
         self._tick += 1
         self._used[entry] = self._tick
         if name not in self._heaped:
+            if len(self._oldest) > 2 * len(self._spaces) + 64:  # of spaces that came and went
+                self._oldest = [item for item in self._oldest if item[1] in self._spaces]
+                heapq.heapify(self._oldest)
+                self._heaped = {item[1] for item in self._oldest}
             self._heaped.add(name)
             heapq.heappush(self._oldest, (self._tick, name))
         space.ready[key] = entry

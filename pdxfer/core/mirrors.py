@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -21,11 +21,14 @@ from .geometry import Pages, page_array
 from .jobs import MapMirror, MirrorEntry, MirrorLoad, MirrorStore, Rows
 from .limits import MirrorSettings
 from .messages import good_name
-from .mirror import DROPS, ENTRY_STATES, FILLING, MAX_TOKEN, READY, TOKEN_BYTES, prefix_keys
+from .mirror import DROPS, MAX_TOKEN, READY, TOKEN_BYTES, prefix_keys
 from .reasons import ENDS, Refused
 from .regions import ALIGN, Block, Lease, Operation, Region
 from .state import State, Worker
 
+MOST_ENTRIES: Final = 256  # of a job: others wait for it
+MOST_BLOCKS: Final = 1 << 17  # of a prompt: its keys are made while everybody waits
+SHARE: Final = 2  # of all stores, loads and leases one worker may have a half
 WINDOW: Final = 2  # jobs under way: one is copied while the next one waits
 
 
@@ -64,26 +67,27 @@ class Mirrors:
             case worker.Cancel():
                 return self._cancel(owner, frame)
             case worker.Evict():
-                region = self._region(owner)
-                dropped = region.index.drop_all(self._space(frame.model, frame.tenant), "asked")
+                region, space = self._known(owner), self._space(frame.model, frame.tenant)
+                dropped = region.index.drop_all(space, "asked") if region is not None else 0
                 self.state.to_worker(owner, worker.Evicted(frame.req, dropped))
                 return lambda: None
 
     def _lookup(self, owner: Worker, frame: worker.Lookup) -> Callable[[], None]:
         st = self.state
-        region = self._region(owner)
+        region = self._known(owner)
         space = self._space(frame.model, frame.tenant)
-        _check_tokens(frame.tokens)
+        self._check_tokens(frame.tokens)
         if frame.hold:
             self._check_count(owner)
         keys = prefix_keys(frame.tokens, self.settings.block_tokens)
-        entries = region.index.find(space, keys)
-        region.index.touch(entries)
+        entries = region.index.find(space, keys) if region is not None else []
+        if region is not None:
+            region.index.touch(entries)
         self.totals["lookups"] += 1
         self.totals["blocks_asked"] += len(keys)
         self.totals["blocks_found"] += len(entries)
         lease = 0
-        if frame.hold and entries:
+        if frame.hold and entries and region is not None:
             lease = st.serial()
             region.index.pin(entries)
             self.leases[lease] = Lease(lease, owner, region, entries)
@@ -93,7 +97,7 @@ class Mirrors:
         return lambda: None
 
     def _unpin(self, owner: Worker, frame: worker.Unpin) -> Callable[[], None]:
-        self._region(owner)
+        self._known(owner)
         lease = self.leases.get(frame.lease)
         if lease is not None and lease.owner is owner:
             self._let_go(lease)
@@ -101,9 +105,9 @@ class Mirrors:
 
     def _store(self, owner: Worker, frame: worker.Store) -> Callable[[], None]:
         st = self.state
-        region = self._region(owner)
+        region = self._known(owner) or self._new(owner)
         space = self._space(frame.model, frame.tenant)
-        _check_tokens(frame.tokens)
+        self._check_tokens(frame.tokens)
         if st.draining:
             raise Refused("draining", "the sidecar is shutting down")
         self._check_count(owner)
@@ -117,6 +121,15 @@ class Mirrors:
             )
         tables = self._tables(region, frame.pages, blocks)
         st.pages.check(owner.id, tables, owner.names, write=False)
+        before = keys[: frame.first_block]
+        if region not in self.regions and not before:
+            self._open(region)
+        lost = len(before) if region not in self.regions else region.index.gap(space, before)
+        if before and lost is not None:
+            raise Refused(
+                "mirror_miss",
+                f"block {min(lost, len(before) - 1)} is not there, and blocks behind it could never be found",
+            )
         if self.settings.store_after > 1:
             enough = region.index.given(space, keys, self.settings.store_after)
             early, keys = len(keys) - max(enough, frame.first_block), keys[: max(enough, frame.first_block)]
@@ -130,7 +143,9 @@ class Mirrors:
             )
         found = [(i - frame.first_block, entry) for i, entry in taken]
         part = self._part(region, tables, [n for n, _ in found])
-        op = self._operation(frame.req, owner, region, found, frame.pages, part, keys, space)
+        op = self._operation(
+            frame.req, owner, region, found, frame.pages, part, keys, space, loading=False, asked=missing
+        )
         if early:
             op.detail = f"{early} blocks came fewer than {self.settings.store_after} times"
         if len(taken) < missing:
@@ -139,12 +154,12 @@ class Mirrors:
 
     def _load(self, owner: Worker, frame: worker.Load) -> Callable[[], None]:
         st = self.state
-        region = self._region(owner)
+        region = self._known(owner)
         if st.draining:
             raise Refused("draining", "the sidecar is shutting down")
         self._check_count(owner)
         lease = self.leases.get(frame.lease)
-        if lease is None or lease.owner is not owner:
+        if lease is None or lease.owner is not owner or region is None:
             raise Refused(
                 "mirror_miss",
                 f"lease {frame.lease} is not held: it was let go, or ran out after {self.settings.timeout:g} s",
@@ -160,11 +175,14 @@ class Mirrors:
         tables = self._tables(region, frame.pages, frame.blocks)
         st.pages.check(owner.id, tables, owner.names, write=True)
         region.index.pin(entries)
-        op = self._operation(frame.req, owner, region, list(enumerate(entries)), frame.pages, tables, (), "")
+        op = self._operation(
+            frame.req, owner, region, list(enumerate(entries)), frame.pages, tables, (), "",
+            loading=True, asked=frame.blocks,
+        )  # fmt: skip
         return lambda: self._begin(op)
 
     def _cancel(self, owner: Worker, frame: worker.Cancel) -> Callable[[], None]:
-        self._region(owner)
+        self._known(owner)
         found = [op for op in self.operations.values() if op.owner is owner and op.req == frame.operation]
 
         def end() -> None:
@@ -177,10 +195,12 @@ class Mirrors:
 
     def _operation(
         self, req: int, owner: Worker, region: Region, blocks: list[Block], raw: tuple[bytes, ...], tables: list[Pages],
-        keys: Sequence[bytes], space: str,
+        keys: Sequence[bytes], space: str, *, loading: bool, asked: int,
     ) -> Operation:  # fmt: skip
         st = self.state
-        op = Operation(st.serial(), req, owner, region, blocks, raw, tables, keys, space, st.now)
+        op = Operation(
+            st.serial(), req, owner, region, blocks, raw, tables, keys, space, st.now, loading=loading, asked=asked
+        )
         st.pages.lend(owner.id, tables, op.serial, write=op.loading)
         self.operations[op.serial] = op
         owner.operations[op.serial] = None
@@ -201,7 +221,7 @@ class Mirrors:
             op = self.queue.popleft()
             if op.reason:
                 continue
-            most = max(1, st.limits.local_chunk // op.region.entry_bytes)
+            most = max(1, min(MOST_ENTRIES, st.limits.local_chunk // op.region.entry_bytes))
             batch = op.blocks[op.next : op.next + most]
             op.next += len(batch)
             st.next_job += 1
@@ -283,6 +303,8 @@ class Mirrors:
             return
         index = op.region.index
         del self.operations[op.serial]
+        if op.next < len(op.blocks) and op in self.queue:
+            self.queue.remove(op)
         del op.owner.operations[op.serial]
         st.timers.clear(("mirror", op.serial))
         st.pages.give_back(op.owner.id, op.tables, op.serial, write=op.loading)
@@ -306,7 +328,7 @@ class Mirrors:
             op.owner,
             worker.MirrorEnded(
                 op.req, op.loading, meaning.state, op.reason, meaning.retriable, detail,
-                good, len(op.blocks), good * op.region.entry_bytes, st.now - op.opened,
+                good, op.asked, good * op.region.entry_bytes, st.now - op.opened,
             ),
         )  # fmt: skip
 
@@ -361,14 +383,18 @@ class Mirrors:
 
     # parts ---------------------------------------------------------------------------------------------------------
 
-    def _region(self, owner: Worker) -> Region:
-        """The region for this worker's pools. Raises Refused('mirror_off')."""
+    def _known(self, owner: Worker) -> Region | None:
+        """The region for this worker's pools, if there is one. Raises Refused('mirror_off')."""
         if not self.settings.bytes:
             raise Refused("mirror_off", "mirror.bytes is 0")
         for region in self.regions:
             if region is not None and region.specs == owner.specs:
                 region.users.add(owner.id)
                 return region
+        return None
+
+    def _new(self, owner: Worker) -> Region:
+        """One that could be; nothing is given up for it before it is opened. Raises Refused('mirror_off')."""
         free = [n for n, region in enumerate(self.regions) if region is None or not region.users]
         if not free:
             raise Refused(
@@ -378,13 +404,17 @@ class Mirrors:
         free.sort(key=lambda n: self.regions[n] is not None)  # what is stored for no worker goes last
         region = Region(free[0], free[0] * self.room, self.room, owner.specs, self.settings)
         region.users.add(owner.id)
-        old = self.regions[free[0]]
+        return region
+
+    def _open(self, region: Region) -> None:
+        """Give it its place."""
+        old = self.regions[region.place]
         if old is not None:  # nobody has such pools any more: what it holds goes
             for why in DROPS:
                 self.dropped[why] += old.index.dropped[why]
             self.dropped["evicted"] += old.index.counts[READY]
-        self.regions[free[0]] = region
-        return region
+        region.open()
+        self.regions[region.place] = region
 
     def _space(self, model: str, tenant: str) -> str:
         """Who may share entries. Raises Refused('bad_tokens')."""
@@ -393,10 +423,27 @@ class Mirrors:
                 raise Refused("bad_tokens", f"{what} {name[:40]!r}, expected at most 128 printable characters")
         return f"{len(model)}:{model}:{tenant}"
 
+    def _check_tokens(self, tokens: bytes) -> None:
+        """Raise Refused('bad_tokens')."""
+        if len(tokens) % TOKEN_BYTES:
+            raise Refused("bad_tokens", f"{len(tokens)} bytes, expected a multiple of {TOKEN_BYTES}")
+        blocks = len(tokens) // TOKEN_BYTES // self.settings.block_tokens
+        if blocks > MOST_BLOCKS:
+            raise Refused(
+                "bad_tokens",
+                f"{blocks} blocks, expected at most {MOST_BLOCKS}; mirror.block_tokens is {self.settings.block_tokens}",
+            )
+        most = int(np.frombuffer(tokens, "<u4").max()) if tokens else 0
+        if most > MAX_TOKEN:
+            raise Refused("bad_tokens", f"token id {most}, expected 0 to {MAX_TOKEN}")
+
     def _check_count(self, owner: Worker) -> None:
         most = self.state.limits.max_rooms
-        if len(self.operations) + len(self.leases) >= most:
-            raise Refused("too_many_rooms", f"{most} stores, loads and leases of the mirror are live")
+        own, whole = len(owner.operations) + len(owner.leases), len(self.operations) + len(self.leases)
+        if whole >= most or own * SHARE >= most:
+            raise Refused(
+                "too_many_rooms", f"{whole} stores, loads and leases of the mirror are live, {own} of this worker"
+            )
 
     def _tables(self, region: Region, raw: tuple[bytes, ...], blocks: int) -> list[Pages]:
         """Raises Refused."""
@@ -421,75 +468,3 @@ class Mirrors:
         del lease.owner.leases[lease.id]
         self.state.timers.clear(("lease", lease.id))
         lease.region.index.unpin(lease.entries)
-
-    def snapshot(self) -> dict[str, Any]:
-        """For people and metrics."""
-        regions = [region for region in self.regions if region is not None]
-        entries = {name: sum(r.index.counts[i] for r in regions) for i, name in enumerate(ENTRY_STATES)}
-        dropped = {why: self.dropped[why] + sum(r.index.dropped[why] for r in regions) for why in DROPS}
-        return {
-            "bytes": self.settings.bytes,
-            "block_tokens": self.settings.block_tokens,
-            "regions": [
-                {
-                    "pools": [spec.name for spec in r.specs],
-                    "entry_bytes": r.entry_bytes,
-                    "entries": r.index.entries,
-                    "spaces": len(r.index.spaces()),
-                    "workers": len(r.users),
-                }
-                for r in regions
-            ],
-            "entries": entries,
-            "dropped": dropped,
-            "leases": len(self.leases),
-            "operations": len(self.operations),
-            "totals": dict(self.totals),
-            "ends": {kind: dict(ends) for kind, ends in self.ends.items()},
-        }
-
-    def audit(self) -> None:
-        """Raise AssertionError when an invariant does not hold."""
-        st = self.state
-        assert set(self.jobs) == {id for op in self.operations.values() for id in op.jobs}
-        pins: dict[tuple[int, int], int] = {}
-        filling: set[tuple[int, int]] = set()
-        for region in self.regions:
-            if region is not None:
-                region.index.audit()
-                assert region.users <= st.workers.keys(), "a region is kept for a worker that is gone"
-        for lease in self.leases.values():
-            assert ("lease", lease.id) in st.timers, f"lease {lease.id} has no deadline"
-            assert lease.id in lease.owner.leases
-            assert lease.region in self.regions, f"lease {lease.id} is on a region that is gone"
-            for entry in lease.entries:
-                key = (lease.region.place, entry)
-                pins[key] = pins.get(key, 0) + 1
-        for op in self.operations.values():
-            assert ("mirror", op.serial) in st.timers, f"{op.kind} {op.serial} waits without a deadline"
-            assert op.region in self.regions, f"{op.kind} {op.serial} is on a region that is gone"
-            assert op.jobs or not op.reason, f"{op.kind} {op.serial} has ended, and no job holds it"
-            assert op.jobs or op in self.queue, f"{op.kind} {op.serial} waits for nothing"
-            for _, entry in op.blocks:
-                key = (op.region.place, entry)
-                if op.loading:
-                    pins[key] = pins.get(key, 0) + 1
-                elif entry in op.left:
-                    assert key not in filling, f"entry {entry} is filled by two stores"
-                    filling.add(key)
-        for region in self.regions:
-            for entry in range(region.index.entries if region is not None else 0):
-                assert region is not None
-                key = (region.place, entry)
-                assert region.index.pins(entry) == pins.get(key, 0), f"entry {entry} has pins that nobody holds"
-                assert (region.index.state(entry) == FILLING) == (key in filling), f"entry {entry} is filled by nobody"
-
-
-def _check_tokens(tokens: bytes) -> None:
-    """Raise Refused('bad_tokens')."""
-    if len(tokens) % TOKEN_BYTES:
-        raise Refused("bad_tokens", f"{len(tokens)} bytes, expected a multiple of {TOKEN_BYTES}")
-    if tokens:
-        most = int(np.frombuffer(tokens, "<u4").max())
-        if most > MAX_TOKEN:
-            raise Refused("bad_tokens", f"token id {most}, expected 0 to {MAX_TOKEN}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import events, messages
+from . import events, messages, mirrorbooks
 from .ends import Ends
 from .engines import Engines
 from .events import Action, Event
@@ -98,14 +98,14 @@ class Node:
 
     def snapshot(self) -> dict[str, Any]:
         """The state for people: see core.snapshot."""
-        return {**snapshot(self.state), "mirror": self.mirrors.snapshot()}
+        return {**snapshot(self.state), "mirror": mirrorbooks.snapshot(self.mirrors)}
 
     def audit(self) -> None:
         """Raise AssertionError when an invariant does not hold. Cheap enough for tests, too dear for each event."""
         from .audit import audit
 
         audit(self.state, [(op.owner.id, op.tables) for op in self.mirrors.operations.values()])
-        self.mirrors.audit()
+        mirrorbooks.audit(self.mirrors)
 
     def _move(self) -> None:
         """Hand out what came free, until nothing moves."""

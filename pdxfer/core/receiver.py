@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from . import messages, worker
 from .ends import Ends
 from .events import KillEngine, Resolve
@@ -47,6 +49,9 @@ class Receiver(Patience[RecvRoom]):
         whole = [page_array(raw) for raw in frame.pages]
         held = frame.held or (0,) * len(whole)
         check_held(owner.names, [len(t) for t in whole], held)
+        for name, table, n in zip(owner.names, whole, held, strict=True):
+            if n and len(np.unique(table)) != len(table):  # the ledger sees only those behind the held ones
+                raise Refused("pages_repeated", f"pool {name!r}: a page that is held is named twice")
         tables = [table[n:] for table, n in zip(whole, held, strict=True)]
         st.pages.check(owner.id, tables, owner.names, write=True)
         coverage = Coverage(owner.specs, [len(t) for t in whole])

@@ -42,8 +42,14 @@ class Region:
                 "mirror_off",
                 f"a block of {tokens} tokens has {self.entry_bytes} bytes, the mirror has {room} for these pools",
             )
-        self.index = MirrorIndex(room // self.stride, settings.share)
+        self.entries = room // self.stride
+        self.share = settings.share
+        self.index: MirrorIndex  # once it is opened
         self.users: set[int] = set()  # workers
+
+    def open(self) -> None:
+        """It has its place from now on: make the books."""
+        self.index = MirrorIndex(self.entries, self.share)
 
     def offset(self, entry: int) -> int:
         return self.base + entry * self.stride
@@ -64,13 +70,14 @@ class Operation:
 
     def __init__(
         self, serial: int, req: int, owner: Worker, region: Region, blocks: list[Block], raw: tuple[bytes, ...],
-        tables: list[Pages], keys: Sequence[bytes], space: str, now: float,
+        tables: list[Pages], keys: Sequence[bytes], space: str, now: float, *, loading: bool, asked: int,
     ) -> None:  # fmt: skip
         self.serial = serial
         self.req = req
         self.owner = owner
         self.region = region
-        self.loading = not keys
+        self.loading = loading
+        self.asked = asked  # blocks
         self.blocks = blocks
         self.raw = raw
         self.tables = tables  # the pages that are lent

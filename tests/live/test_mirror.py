@@ -292,3 +292,38 @@ def test_no_mirror_is_said_by_name(tmp_path: Path) -> None:
         assert a.client.connected
     finally:
         one.end()
+
+
+def test_a_request_that_cannot_be_made_leaves_nothing_open(sidecar: Sidecar) -> None:
+    a = Worker(sidecar, "a", 1)
+    rooms = a.client._link.rooms
+    for wrong in (
+        lambda: a.client.load(1, [0, 1], None),  # type: ignore[arg-type]
+        lambda: a.client.load(2**70, [0, 1], 1),
+        lambda: a.client.load(1, [0, 1], 2**70),
+        lambda: a.client.store("m", np.arange(BLOCK), [0, 1], first_block=2**70),
+        lambda: a.client.unpin(2**70),
+        lambda: a.client.cancel(2**70),
+    ):
+        with pytest.raises((PdxferRefused, TypeError)):
+            wrong()
+    assert not rooms.busy and not rooms.requests
+    assert a.lookup(np.arange(BLOCK), hold=1).blocks == 0, "a truth value, whatever it is written as"
+    assert a.client.connected
+
+
+def test_a_lookup_whose_caller_is_cancelled_holds_nothing(sidecar: Sidecar) -> None:
+    async def main() -> None:
+        tokens = np.arange(2 * BLOCK)
+        async with await AsyncClient.connect(sidecar.socket, "a", "both", pools(5)) as client:
+            await (await client.store("m", tokens, [0, 1, 2, 3])).ended()
+            for _ in range(20):
+                asking = asyncio.ensure_future(client.lookup("m", tokens))
+                while not client._told and not asking.done():
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await client.lookup("n", tokens)  # what was said before it has been heard
+            assert (await asyncio.to_thread(sidecar.status))["mirror"]["leases"] == 0
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -178,3 +178,15 @@ def test_the_example_configuration_shows_every_table_and_the_true_defaults(tmp_p
     assert len(re.findall(r"(?m)^\w+ = ", shown)) > 30
     for table in msgspec.structs.fields(config.Config):
         assert f"[{table.name}]" in text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", ["supervisor.drain_timeout", "mirror.timeout", "limits.open_timeout", "mirror.share"])
+def test_no_number_is_without_an_end(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is {value}, expected a finite number \(flag"):
+        load(flags={name: value}, environ={})
+
+
+def test_a_mirror_beyond_every_machine() -> None:
+    with pytest.raises(ConfigError, match=r"mirror\.bytes is 9223372036854775807"):
+        load(flags={"mirror.bytes": "9223372036854775807"}, environ={})

@@ -103,6 +103,12 @@ def test_what_cannot_be_held(held: tuple[int, ...], code: str, says: str) -> Non
     assert not d.lent()
 
 
+def test_a_page_that_is_held_and_named_twice() -> None:
+    _, _, d = pair()
+    refused(receive(d, "decode", (1, 0), table(5, 5), table(0, 1)), "pages_repeated", "pool 'kv'")
+    assert not d.lent()
+
+
 def test_a_peer_that_wants_what_cannot_be() -> None:
     net, p, d = pair()
     p.open("prefill")

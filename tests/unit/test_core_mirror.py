@@ -122,7 +122,7 @@ def test_a_store_whose_blocks_have_no_room_stores_the_first_ones() -> None:
     _, p = one(MirrorSettings(bytes=3 * 4096, block_tokens=32))
     store(p)
     (end,) = ends(p)
-    assert (end.reason, end.blocks, end.asked) == ("done", 3, 3) and "no room for 1 of 4" in end.detail
+    assert (end.reason, end.blocks, end.asked) == ("done", 3, 4) and "no room for 1 of 4" in end.detail
     held = lookup(p)
     assert held.blocks == 3
     refused(store(p, tenant="b"), "mirror_full", "4 blocks to store", "3 entries")
@@ -157,7 +157,7 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(frame: Any, code: s
     kind, *rest = frame((t, t))
     refused(p.say("w", kind, *rest), code, says)
     at_rest(p)
-    assert index(p).counts == [8, 0, 0, 0]
+    assert p.node.mirrors.regions == [None], "nothing was given up for it"
     store(p)
     assert ends(p)[0].reason == "done"
 
@@ -400,9 +400,11 @@ def test_snapshot_counts() -> None:
 def test_a_block_is_stored_when_it_comes_for_the_nth_time() -> None:
     _, p = one(MirrorSettings(bytes=8 * 4096, block_tokens=32, store_after=2))
     store(p, pages=4, tokens=PROMPT[: 4 * 64])
-    assert (ends(p)[0].reason, ends(p)[0].asked) == ("done", 0) and "2 blocks came fewer than 2 times" in ends(p)[
-        0
-    ].detail
+    assert (ends(p)[0].reason, ends(p)[0].asked, ends(p)[0].loading) == (
+        "done",
+        0,
+        False,
+    ) and "2 blocks came fewer than 2 times" in ends(p)[0].detail
     store(p)
     assert (ends(p)[1].blocks, ends(p)[1].asked) == (2, 2) and "2 blocks came fewer" in ends(p)[1].detail
     assert lookup(p, hold=False).blocks == 2
@@ -412,3 +414,56 @@ def test_a_block_is_stored_when_it_comes_for_the_nth_time() -> None:
     store(p, tenant="b")
     assert lookup(p, tenant="b", hold=False).blocks == 0, "tenants are counted apart"
     at_rest(p)
+
+
+def test_a_refused_request_does_not_take_the_place_of_a_layout_that_was_stored() -> None:
+    _, p = one()
+    store(p)
+    p.gone("w")
+    other = (PoolSpec("kv", "fp8", "2x3x64", 16, 3, 20), SPECS[1])
+    p.attach("v", specs=other)
+    assert lookup(p, "v").blocks == 0
+    assert isinstance(p.say("v", worker.Unpin, 99), worker.Ok)
+    refused(p.say("v", worker.Store, "m", "", PROMPT[:20], 0, (b"", b"")), "bad_tokens")
+    p.gone("v")
+    p.attach("w")
+    assert lookup(p).blocks == 4
+
+
+def test_blocks_behind_a_gap_are_refused() -> None:
+    _, p = one()
+    refused(store(p, first=2, pages=4), "mirror_miss", "block 1 is not there")
+    store(p, pages=2, tokens=PROMPT[: 4 * 32])
+    refused(store(p, first=2, pages=4), "mirror_miss", "block 1 is not there")
+    assert isinstance(store(p, first=1, pages=6), worker.Ok)
+    assert lookup(p, hold=False).blocks == 4
+
+
+def test_one_worker_has_half_of_what_may_be_live() -> None:
+    _, p = one(limits=Limits(max_rooms=4))
+    p.attach("v")
+    store(p)
+    for _ in range(2):
+        lookup(p)
+    refused(p.say("w", worker.Lookup, "m", "", PROMPT, True), "too_many_rooms", "2 of this worker")
+    assert lookup(p, "v").lease
+
+
+def test_what_ended_in_the_queue_is_gone_from_it() -> None:
+    _, p = one()
+    p.kill_engine()
+    for _ in range(5):
+        store(p)
+        p.say("w", worker.Cancel, p.req)
+    assert [e.reason for e in ends(p)] == ["aborted"] * 5 and not p.node.mirrors.queue
+
+
+def test_a_job_has_so_many_entries_and_a_prompt_so_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdxfer.core import mirrors
+
+    monkeypatch.setattr(mirrors, "MOST_ENTRIES", 3)
+    _, p = one()
+    store(p)
+    assert [len(j.entries) for j in p.jobs if isinstance(j, jobs.MirrorStore)] == [3, 1]
+    monkeypatch.setattr(mirrors, "MOST_BLOCKS", 3)
+    refused(store(p), "bad_tokens", "4 blocks, expected at most 3")

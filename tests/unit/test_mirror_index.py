@@ -158,6 +158,16 @@ def test_what_came_is_remembered_within_bounds() -> None:
     assert len(index._given) == 4
 
 
+def test_spaces_that_came_and_went_leave_nothing_in_the_books() -> None:
+    index = MirrorIndex(100)
+    for n in range(2000):
+        for _, entry in index.begin(f"tenant {n}", chain(1, 1)):
+            index.filled(entry, 1)
+        index.drop_all(f"tenant {n}", "asked")
+    assert index.spaces() == {} and len(index._oldest) < 100
+    index.audit()
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Stores that end or not, pins, drops and evictions in any order."""
 
