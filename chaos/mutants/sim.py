@@ -286,7 +286,7 @@ def mirror_pages_home_before_the_copy_ended(original: Any, self: Mirrors, op: An
     op.jobs = jobs
 
 
-@replaces(Mirrors, "engine_lost", "what a dead engine was filling is taken for filled", likely=1631)
+@replaces(Mirrors, "engine_lost", "what a dead engine was filling is taken for filled", likely=363)
 def half_filled_blocks_are_reused(original: Any, self: Mirrors, detail: str) -> None:
     for op in dict.fromkeys(self.jobs.values()):
         if not op.loading:
