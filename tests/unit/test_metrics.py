@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pdxfer.core.mirror import DROPS
 from pdxfer.core.node import Node
 from pdxfer.core.reasons import ENDS, REFUSALS
 from pdxfer.metrics import Metrics
@@ -81,4 +82,4 @@ def test_the_alert_rules_name_metrics_that_exist() -> None:
     assert names
     assert names <= found
     reasons = set(re.findall(r"reason(?:!~|=~|=)\"([\w|]+)\"", rules))
-    assert {name for group in reasons for name in group.split("|")} <= ENDS.keys() | REFUSALS.keys()
+    assert {name for group in reasons for name in group.split("|")} <= ENDS.keys() | REFUSALS.keys() | set(DROPS)
